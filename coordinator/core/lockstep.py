@@ -1,0 +1,397 @@
+"""Life of a lockstep (MoE) deployment.
+
+    GATHERING --all ranks registered--> FORMING --all formed--> IDLE(w) --start asked for--> STARTING(w)
+    STARTING(w) --all acknowledged--> RUNNING(w) --any rank says that w has ended--> IDLE(w+1)
+    any --a rank is lost--> FAULTED --every place taken again, nobody left in the old exchange--> FORMING (epoch+1)
+
+The law of this file: the coordinator is the sequencer. Whatever ranks must do alike is a command in `_log`, numbered,
+the same for all and in the same order; each is sent again until its number is acknowledged. What this file believes
+of a rank is only what the rank has said of itself (`At`): running is published on acknowledgement, never on sending,
+and the end of a wave on a rank's word. Everything that follows is decided in `_advance`, from the state alone, after
+each event: so a lost, doubled or late message can delay a decision but not change it.
+"""
+
+import msgspec
+
+from ...proto.messages import (
+    At,
+    Command,
+    Fault,
+    FirstRequest,
+    Form,
+    FormFailed,
+    FromRank,
+    Halted,
+    Mode,
+    NeedWave,
+    Phase,
+    Start,
+    Started,
+    WaveComplete,
+)
+from .deployment import Deployment, names
+from .events import Level
+from .members import MemberRecord, common_exchanges
+from .specs import DeploymentSpec, FleetSpec
+
+FORM_RETRY_MS = 1_000
+FORM_RETRY_MS_MAX = 30_000
+ASKS_MAX = 256
+"""Remembered front-ends that asked for a start; one of them would be enough, the others are shown."""
+
+_FORMED_MODES = (Mode.IDLE, Mode.RUNNING, Mode.HELD)
+_NOBODY = "0" * 16
+
+
+class Lockstep(Deployment):
+    """A deployment whose ranks step together."""
+
+    def __init__(self, spec: DeploymentSpec, fleet: FleetSpec, term: int, now_ms: int) -> None:
+        super().__init__(spec, fleet, term, now_ms)
+        self.phase = Phase.GATHERING
+        self.group = ""
+        self.exchange = ""
+        self.exchange_reason = ""
+        self.fault = ""
+        self.asks: dict[str, int] = {}
+        """Who asked for a start that has not been served, and since when."""
+        self.waves_run = 0
+        self.empty_waves = 0
+        self._log: dict[int, Command] = {}
+        self._served_asks: dict[str, int] = {}
+        self._phase_seq = 0
+        """Number of the command that the present phase waits for."""
+        self._resend_ms = max(20, fleet.timing.start_ack_timeout_ms // 8)
+        self._form_failures = 0
+        self._form_failed = ""
+        self._retry_form_ms = 0
+        self._wave_broken = False
+        """The last fault met a wave: its number is used up."""
+
+    # --- what ranks and front-ends say -------------------------------------------------------------------------------
+
+    def _heard(self, record: MemberRecord, message: FromRank, now_ms: int) -> None:
+        if isinstance(message, Started | NeedWave | WaveComplete):
+            self.wave_messages += 1
+        match message:
+            case FormFailed() if message.at.epoch == self.epoch and self.phase is Phase.FORMING:
+                self._form_failed = f"rank {record.rank}: {message.reason}"
+            case Halted() if message.at.epoch == self.epoch and self.phase not in (Phase.FAULTED, Phase.FORMING):
+                blamed = record.rank if message.lost is None else message.lost
+                self._break(blamed, f"rank {record.rank} left its exchange: {message.reason}", now_ms)
+            case WaveComplete(empty=True) if message.at.wave > self.wave:
+                self.empty_waves += 1
+            case _:
+                super()._heard(record, message, now_ms)
+
+    def _asked(self, message: FirstRequest, now_ms: int) -> None:
+        self.wave_messages += 1
+        if message.ask <= self._served_asks.get(message.front_end, -1):
+            self._drop("stale")  # doubled on the way: it has had its effect
+            return
+        self._served_asks.pop(message.front_end, None)
+        self._served_asks[message.front_end] = message.ask
+        while len(self._served_asks) > ASKS_MAX:
+            del self._served_asks[next(iter(self._served_asks))]
+        if message.wave < self.wave:
+            self._drop("stale")  # sent before the last wave ended; its request is on the way all the same
+        if self.phase in (Phase.STARTING, Phase.RUNNING):
+            return  # the rank that gets the request sees the running wave, or asks by itself when that has ended
+        if len(self.asks) < ASKS_MAX:
+            self.asks.setdefault(f"front-end {message.front_end}", now_ms)
+
+    def _gone(self, record: MemberRecord, reason: str, now_ms: int) -> None:
+        if self.phase is not Phase.GATHERING:
+            self._break(record.rank, f"rank {record.rank} {reason}", now_ms)
+
+    def _seq_before_joining(self) -> int:
+        """A rank that comes back from silence may still sit in the broken exchange: it must hear of the fault."""
+        return self._phase_seq - 1 if self.phase is Phase.FAULTED else self.seq
+
+    # --- what follows ------------------------------------------------------------------------------------------------
+
+    def _advance(self, now_ms: int) -> None:
+        while self._advance_once(now_ms):
+            pass
+        self._resend(now_ms)
+        self._prune()
+
+    def _advance_once(self, now_ms: int) -> bool:
+        """Make at most one transition; True if one was made."""
+        match self.phase:
+            case Phase.GATHERING:
+                return self._gathering(now_ms)
+            case Phase.FORMING:
+                return self._forming(now_ms)
+            case Phase.IDLE:
+                return self._idle(now_ms)
+            case Phase.STARTING:
+                return self._starting(now_ms)
+            case Phase.RUNNING:
+                return self._ended(now_ms)
+            case Phase.FAULTED:
+                return self._faulted(now_ms)
+            case _:
+                return False  # HOLDING and HELD come with holds; SERVING is not a lockstep phase
+
+    def _gathering(self, now_ms: int) -> bool:
+        if self.members.full:
+            return self._adopt(now_ms) or self._form(now_ms, "all ranks are registered")
+        orphans = [record for record in self.members if record.at.mode in _FORMED_MODES]
+        waited_ms = now_ms - self.phase_since_ms
+        if orphans and waited_ms >= self.timing.dead_after_ms:
+            # A new term found a part of a group: those who are missing died while nobody watched.
+            self.epoch = max(record.at.epoch for record in orphans)
+            self.wave = max(self.wave, *(record.at.wave for record in orphans))
+            missing = self.members.missing()
+            self._break(missing[0], f"rank {names(missing)} did not come back within {waited_ms} ms", now_ms)
+            return True
+        return False
+
+    def _adopt(self, now_ms: int) -> bool:
+        """After a restart: all ranks are there and belong to one group, so nothing has to be formed."""
+        groups = {record.register.group for record in self.members}
+        if len(groups) != 1 or "" in groups or any(record.at.mode not in _FORMED_MODES for record in self.members):
+            return False
+        places = [record.at for record in self.members]
+        self.group = groups.pop()
+        self.epoch = places[0].epoch
+        self.wave = max(at.wave for at in places)
+        self.exchange = self._choose_exchange()[0]
+        self.exchange_reason = "kept: the ranks were already formed when this coordinator began"
+        self._enter(Phase.IDLE, now_ms, f"adopted epoch {self.epoch} at wave {self.wave}")
+        if any(at.mode is Mode.RUNNING and at.wave == self.wave for at in places):
+            self._start("a wave was running when this coordinator began", now_ms)
+        return True
+
+    def _form(self, now_ms: int, why: str) -> bool:
+        self.epoch = 1 + max([self.epoch, *(record.at.epoch for record in self.members)])
+        self.wave = max([self.wave + self._wave_broken, *(record.at.wave for record in self.members)])
+        self._wave_broken = False
+        self.group = f"{self._fleet.boot[:8]}-{self.term}-{self.epoch}"
+        self.exchange, self.exchange_reason = self._choose_exchange()
+        self._form_failed, self._retry_form_ms = "", 0
+        self._append(
+            Form(
+                deployment=self.spec.name,
+                rank=0,
+                incarnation=_NOBODY,
+                term=self.term,
+                epoch=self.epoch,
+                seq=self.seq + 1,
+                group=self.group,
+                exchange=self.exchange,
+                wave=self.wave,
+                members=[record.public() for record in self.members],
+            ),
+            now_ms,
+        )
+        self._enter(Phase.FORMING, now_ms, f"epoch {self.epoch}: {why}; exchange {self.exchange}")
+        return True
+
+    def _forming(self, now_ms: int) -> bool:
+        if all(self._has_formed(record.at) for record in self.members):
+            self._form_failures = 0
+            self._enter(Phase.IDLE, now_ms, f"epoch {self.epoch} is formed at wave {self.wave}")
+            return True
+        waited_ms = now_ms - self.phase_since_ms
+        if not self._form_failed and waited_ms >= self.timing.form_timeout_ms:
+            self._form_failed = f"rank {names(self._not_formed())} did not form within {waited_ms} ms"
+        if not self._form_failed:
+            return False
+        if not self._retry_form_ms:
+            pause_ms = min(FORM_RETRY_MS << self._form_failures, FORM_RETRY_MS_MAX)
+            self._form_failures = min(self._form_failures + 1, 10)
+            self._retry_form_ms = now_ms + pause_ms
+            self._note(Level.WARNING, f"epoch {self.epoch} could not be formed ({self._form_failed})")
+        if now_ms < self._retry_form_ms:
+            return False
+        return self._form(now_ms, f"the last try failed ({self._form_failed})")
+
+    def _idle(self, now_ms: int) -> bool:
+        if self._ended(now_ms):
+            return True
+        holders = [r.rank for r in self.members if r.at.has_work and r.at.mode is Mode.IDLE and r.at.wave == self.wave]
+        if not self.asks and not holders:
+            return False
+        why = f"rank {names(holders)} holds work" if holders else next(iter(self.asks)) + " asked"
+        return self._start(why, now_ms)
+
+    def _start(self, why: str, now_ms: int) -> bool:
+        self.asks.clear()
+        self._append(
+            Start(
+                deployment=self.spec.name,
+                rank=0,
+                incarnation=_NOBODY,
+                term=self.term,
+                epoch=self.epoch,
+                seq=self.seq + 1,
+                wave=self.wave,
+            ),
+            now_ms,
+        )
+        self._enter(Phase.STARTING, now_ms, f"wave {self.wave}: {why}")
+        return True
+
+    def _starting(self, now_ms: int) -> bool:
+        if self._ended(now_ms):
+            return True
+        late = [record.rank for record in self.members if record.applied < self._phase_seq]
+        if not late:
+            self.waves_run += 1
+            self._enter(Phase.RUNNING, now_ms, f"wave {self.wave}: every rank has acknowledged")
+            return True
+        waited_ms = now_ms - self.phase_since_ms
+        if waited_ms < self.timing.start_ack_timeout_ms:
+            return False
+        reason = f"rank {names(late)} did not acknowledge the start of wave {self.wave} within {waited_ms} ms"
+        self._break(late[0], reason, now_ms)
+        return True
+
+    def _ended(self, now_ms: int) -> bool:
+        """A rank that stands at a later wave is proof that all ranks saw the end of this one."""
+        wave = max((record.at.wave for record in self.members if record.at.epoch == self.epoch), default=0)
+        if wave <= self.wave:
+            return False
+        if self.phase is Phase.STARTING:
+            self.waves_run += 1  # so short that its end came before the last acknowledgement
+        ended, self.wave = self.wave, wave
+        self._enter(Phase.IDLE, now_ms, f"wave {ended} has ended")
+        return True
+
+    def _break(self, lost: int, reason: str, now_ms: int) -> None:
+        """The group of this epoch is over. Tell those who are left, unless they know."""
+        if self.phase is Phase.FAULTED:
+            return
+        self.fault = reason
+        self._wave_broken = self.phase in (Phase.STARTING, Phase.RUNNING)
+        self._append(
+            Fault(
+                deployment=self.spec.name,
+                rank=0,
+                incarnation=_NOBODY,
+                term=self.term,
+                epoch=self.epoch,
+                seq=self.seq + 1,
+                lost=lost,
+                reason=reason,
+            ),
+            now_ms,
+        )
+        self._enter(Phase.FAULTED, now_ms, reason, Level.ERROR)
+
+    def _faulted(self, now_ms: int) -> bool:
+        if not len(self.members):
+            self._enter(Phase.GATHERING, now_ms, "every rank is gone")
+            return True
+        if not self.members.full or self._still_inside():
+            return False
+        return self._form(now_ms, f"every place is taken again after a fault ({self.fault})")
+
+    # --- the log -----------------------------------------------------------------------------------------------------
+
+    def _append(self, command: Command, now_ms: int) -> None:
+        self.seq = command.seq
+        self._log[command.seq] = command
+        self._phase_seq = command.seq
+        for record in self.members:
+            self._send_from(record, max(record.sent_seq, record.applied) + 1, now_ms)
+
+    def _resend(self, now_ms: int) -> None:
+        for record in self.members:
+            if record.applied < self.seq and now_ms - record.sent_ms >= self._resend_ms:
+                self._send_from(record, record.applied + 1, now_ms)
+
+    def _send_from(self, record: MemberRecord, seq: int, now_ms: int) -> None:
+        for number in range(seq, self.seq + 1):
+            command = self._log[number]
+            if isinstance(command, Start):
+                self.wave_messages += 1
+            self._send(record, msgspec.structs.replace(command, rank=record.rank, incarnation=record.incarnation))
+        record.sent_seq, record.sent_ms = self.seq, now_ms
+
+    def _prune(self) -> None:
+        """Forget commands that everybody has acknowledged, but not the one that the present phase stands on."""
+        oldest = min([self._phase_seq - 1, *(record.applied for record in self.members)])
+        while self._log and (first := next(iter(self._log))) <= oldest:
+            del self._log[first]
+
+    # --- small questions ---------------------------------------------------------------------------------------------
+
+    def next_deadline_ms(self, now_ms: int) -> int:
+        """When `tick` must be called again at the latest."""
+        deadlines = [super().next_deadline_ms(now_ms)]
+        deadlines += [r.sent_ms + self._resend_ms for r in self.members if r.applied < self.seq]
+        match self.phase:
+            case Phase.GATHERING if len(self.members):
+                deadlines.append(max(now_ms + 1, self.phase_since_ms + self.timing.dead_after_ms))
+            case Phase.FORMING:
+                deadlines.append(self._retry_form_ms or self.phase_since_ms + self.timing.form_timeout_ms)
+            case Phase.STARTING:
+                deadlines.append(self.phase_since_ms + self.timing.start_ack_timeout_ms)
+            case _:
+                pass  # nothing else waits for time alone
+        return min(deadlines)
+
+    def ready(self) -> bool:
+        """Whether requests can be served: formed, and not broken or held."""
+        return self.phase in (Phase.IDLE, Phase.STARTING, Phase.RUNNING)
+
+    def waits_for(self, now_ms: int) -> str:
+        """One sentence: what this deployment waits for, or an empty text."""
+        since = f"since {(now_ms - self.phase_since_ms) / 1000:.1f} s"
+        match self.phase:
+            case Phase.GATHERING:
+                return f"waits for rank {names(self.members.missing())} to register, {since}"
+            case Phase.FORMING if self._form_failed:
+                return f"forms epoch {self.epoch} again soon: {self._form_failed}"
+            case Phase.FORMING:
+                return f"waits for rank {names(self._not_formed())} to form epoch {self.epoch}, {since}"
+            case Phase.STARTING:
+                late = [record.rank for record in self.members if record.applied < self._phase_seq]
+                return f"waits for rank {names(late)} to acknowledge the start of wave {self.wave}, {since}"
+            case Phase.FAULTED if self.members.missing():
+                return f"faulted ({self.fault}); waits for rank {names(self.members.missing())} to register, {since}"
+            case Phase.FAULTED:
+                return (
+                    f"faulted ({self.fault}); waits for rank {names(self._still_inside())} to leave its step, {since}"
+                )
+            case _:
+                return ""
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant of this deployment is broken."""
+        super().check()
+        if self.phase is Phase.RUNNING:
+            behind = [record.rank for record in self.members if record.applied < self._phase_seq]
+            assert not behind, f"running was published, but rank {names(behind)} has not acknowledged"
+        if self.phase in (Phase.IDLE, Phase.STARTING, Phase.RUNNING):
+            assert self.members.full, f"{self.phase} without rank {names(self.members.missing())}"
+            waves = [record.at.wave for record in self.members if record.at.epoch == self.epoch]
+            assert max(waves) <= self.wave, f"a rank is at wave {max(waves)}, the deployment at {self.wave}"
+
+    def _enter(self, phase: Phase, now_ms: int, reason: str, level: Level = Level.INFO) -> None:
+        self._note(level, f"{self.phase} -> {phase}: {reason}")
+        self.phase, self.phase_since_ms = phase, now_ms
+
+    def _has_formed(self, at: At) -> bool:
+        return at.epoch == self.epoch and at.term == self.term and at.mode in _FORMED_MODES
+
+    def _not_formed(self) -> list[int]:
+        return [record.rank for record in self.members if not self._has_formed(record.at)]
+
+    def _still_inside(self) -> list[int]:
+        """Ranks that have not left the broken exchange, or not heard that it is broken."""
+        outside = (Mode.JOINING, Mode.HALTED)
+        return [r.rank for r in self.members if r.at.mode not in outside or r.applied < self._phase_seq]
+
+    def _choose_exchange(self) -> tuple[str, str]:
+        """The exchange for these members, the same for all, and why."""
+        if self.spec.dp_size == 1:
+            return "shm", "one rank exchanges with nobody"
+        names_ = common_exchanges(self.spec, [record.register for record in self.members])
+        if self.spec.exchange != "auto":
+            return names_[0], "configured"
+        hosts = len({record.register.host for record in self.members})
+        return names_[0], f"the first that all ranks offer; they are on {hosts} host{'s' if hosts > 1 else ''}"

@@ -1,0 +1,189 @@
+"""What people see: plain structs, made from the core's state on request, ready for JSON.
+
+Ages and durations are seconds by the coordinator's own monotonic clock; no time stamp of another machine is ever used.
+"""
+
+import msgspec
+
+from ...proto.messages import Activity, Counters, Kind, Load, Mode, Phase
+from .deployment import Deployment
+from .fleet import Fleet
+from .lockstep import Lockstep
+from .members import MemberRecord
+
+
+class RankView(msgspec.Struct, frozen=True):
+    """One rank of a deployment; everything but `rank` and `up` is empty while it is not registered."""
+
+    rank: int
+    up: bool
+    incarnation: str = ""
+    host: str = ""
+    serve: str = ""
+    attributes: dict[str, str] = {}
+    mode: Mode | None = None
+    """`serving`, or where it stands in its group: joining, forming, idle, running, held, halted."""
+    activity: Activity | None = None
+    activity_s: float = 0.0
+    """How long its engine's thread has been in `activity`."""
+    heard_s: float = 0.0
+    """Since it was last heard of."""
+    epoch: int = 0
+    wave: int = 0
+    step: int = 0
+    has_work: bool = False
+    load: Load = Load()
+    load_age_s: float | None = None
+    """None: it has never reported a load."""
+    counters: Counters = Counters()
+
+
+class ExchangeView(msgspec.Struct, frozen=True):
+    """How the ranks of a lockstep deployment exchange their rows."""
+
+    backend: str
+    reason: str
+
+
+class WaitingStart(msgspec.Struct, frozen=True):
+    """A start that was asked for and cannot be served yet."""
+
+    asked_by: str
+    waiting_s: float
+
+
+class DeploymentView(msgspec.Struct, frozen=True):
+    """One deployment."""
+
+    name: str
+    kind: Kind
+    lockstep: bool
+    dp_size: int
+    ranks_up: int
+    ready: bool
+    phase: Phase
+    phase_s: float
+    waits_for: str
+    """One sentence, or empty: what this deployment waits for, and since when."""
+    epoch: int
+    wave: int
+    waves: int
+    """Waves that have run in this term."""
+    empty_waves: int
+    group_operations: int
+    """Exchanges of steps, of the rank that has done the most; 0 for a dense deployment, counted by its agents."""
+    process_groups: int
+    wave_messages: int
+    """Wave messages that the coordinator has sent and received plus those that the agents counted on their side."""
+    dummy_steps: int
+    exchange: ExchangeView | None
+    fault: str
+    waiting_starts: list[WaitingStart]
+    lost_ranks: int
+    load: Load
+    """Sum over the ranks; `kv_cache_usage` is the highest."""
+    longest_feed_gap_s: float
+    dropped: dict[str, int]
+    ranks: list[RankView]
+
+
+class FleetView(msgspec.Struct, frozen=True):
+    """Everything."""
+
+    term: int
+    boot: str
+    ready: bool
+    not_ready: list[str]
+    """One sentence for each deployment that cannot serve."""
+    deployments: list[DeploymentView]
+    received: dict[str, int]
+    dropped: dict[str, int]
+
+
+def fleet_view(fleet: Fleet, now_ms: int) -> FleetView:
+    """Everything, as of `now_ms`. Changes nothing."""
+    deployments = [deployment_view(deployment, now_ms) for deployment in fleet.deployments.values()]
+    return FleetView(
+        term=fleet.term,
+        boot=fleet.spec.boot,
+        ready=all(deployment.ready for deployment in deployments),
+        not_ready=[f"{d.name} {d.waits_for or 'is ' + d.phase}" for d in deployments if not d.ready],
+        deployments=deployments,
+        received=dict(fleet.received),
+        dropped=dict(fleet.dropped),
+    )
+
+
+def deployment_view(deployment: Deployment, now_ms: int) -> DeploymentView:
+    """One deployment, as of `now_ms`."""
+    spec = deployment.spec
+    records = deployment.members.sorted()
+    lockstep = deployment if isinstance(deployment, Lockstep) else None
+    counters = [record.counters for record in records]
+    return DeploymentView(
+        name=spec.name,
+        kind=spec.kind,
+        lockstep=spec.kind.lockstep,
+        dp_size=spec.dp_size,
+        ranks_up=len(records),
+        ready=deployment.ready(),
+        phase=deployment.phase,
+        phase_s=_seconds(now_ms - deployment.phase_since_ms),
+        waits_for=deployment.waits_for(now_ms),
+        epoch=deployment.epoch,
+        wave=deployment.wave,
+        waves=lockstep.waves_run if lockstep else 0,
+        empty_waves=lockstep.empty_waves if lockstep else 0,
+        group_operations=max((c.group_operations for c in counters), default=0),
+        process_groups=sum(c.process_groups for c in counters),
+        wave_messages=deployment.wave_messages + sum(c.wave_messages for c in counters),
+        dummy_steps=sum(c.dummy_steps for c in counters),
+        exchange=ExchangeView(lockstep.exchange, lockstep.exchange_reason) if lockstep and lockstep.exchange else None,
+        fault=lockstep.fault if lockstep and lockstep.phase is Phase.FAULTED else "",
+        waiting_starts=[
+            WaitingStart(asked_by, _seconds(now_ms - since_ms))
+            for asked_by, since_ms in (lockstep.asks.items() if lockstep else ())
+        ],
+        lost_ranks=deployment.lost_ranks,
+        load=_sum([record.load for record in records]),
+        longest_feed_gap_s=_seconds(deployment.longest_feed_gap_ms),
+        dropped=dict(deployment.dropped),
+        ranks=[_rank_view(rank, deployment.members.get(rank), now_ms) for rank in range(spec.dp_size)],
+    )
+
+
+def _rank_view(rank: int, record: MemberRecord | None, now_ms: int) -> RankView:
+    if record is None:
+        return RankView(rank=rank, up=False)
+    return RankView(
+        rank=rank,
+        up=True,
+        incarnation=record.incarnation,
+        host=record.register.host,
+        serve=record.register.serve,
+        attributes=record.register.attributes,
+        mode=record.at.mode,
+        activity=record.activity,
+        activity_s=_seconds(now_ms - record.activity_since_ms),
+        heard_s=_seconds(now_ms - record.heard_ms),
+        epoch=record.at.epoch,
+        wave=record.at.wave,
+        step=record.at.step,
+        has_work=record.at.has_work,
+        load=record.load,
+        load_age_s=_seconds(now_ms - record.load_ms) if record.load_number else None,
+        counters=record.counters,
+    )
+
+
+def _sum(loads: list[Load]) -> Load:
+    return Load(
+        running=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads),
+        kv_cache_usage=max((load.kv_cache_usage for load in loads), default=0.0),
+        waiting_tokens=sum(load.waiting_tokens for load in loads),
+    )
+
+
+def _seconds(milliseconds: int) -> float:
+    return milliseconds / 1000
