@@ -1,0 +1,520 @@
+"""One rank's side of the protocol: pure, the counterpart of `coordinator/core/lockstep.py`.
+
+The law of this file: a rank never starts a wave by itself, not even one that holds work; it asks. It applies the
+commands of its term in order of their number and acknowledges the highest applied (`At.applied`). Whatever it sends
+carries its whole position, so losing a message costs at most one heartbeat. A rank that is still reading the last
+exchange of wave w keeps `Start(w+1)` until it has ended w.
+
+Events come in through `handle` (from the control thread) and through `begin`, `finish`, `fail` and `leave_for_fault`
+(from the engine's thread); the shell holds one lock around all of them. Effects come out; `now_ms` is monotonic
+milliseconds.
+"""
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import msgspec
+
+from ..proto.messages import (
+    Activity,
+    At,
+    Command,
+    Fault,
+    Form,
+    Formed,
+    FormFailed,
+    FromRank,
+    Goodbye,
+    Halted,
+    Heartbeat,
+    Kind,
+    Leave,
+    Load,
+    LoadReport,
+    Message,
+    Mode,
+    NeedWave,
+    Pulse,
+    Refused,
+    Register,
+    RegisterAgain,
+    Setting,
+    Start,
+    Started,
+    Timing,
+    ToRank,
+    WaveComplete,
+    Welcome,
+)
+from ..proto.rows import Position, Row
+from .plan import Plan
+from .stepper import Stepper
+
+REGISTER_MS = 200
+REGISTER_MS_MAX = 1_000
+"""Bounded, so that a returning coordinator is found within about a second."""
+LOAD_INTERVAL_MS = 50
+PENDING_MAX = 64
+"""Commands kept until an earlier one has been applied; the coordinator sends again what does not fit."""
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What a rank says of itself when it registers; see `Register`."""
+
+    deployment: str
+    rank: int
+    incarnation: str
+    kind: Kind
+    dp_size: int
+    settings: dict[str, Setting] = {}
+    host: str = ""
+    rendezvous: str = ""
+    exchanges: tuple[str, ...] = ()
+    serve: str = ""
+    attributes: dict[str, str] = {}
+
+
+class Received(msgspec.Struct, frozen=True):
+    """A message of the coordinator."""
+
+    message: Message
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+class LoadChanged(msgspec.Struct, frozen=True):
+    """The engine's queue has changed."""
+
+    load: Load
+
+
+class Built(msgspec.Struct, frozen=True):
+    """The exchange of `epoch` stands and its pre-flight exchange has passed."""
+
+    epoch: int
+    exchange: str
+    process_groups: int
+
+
+class BuildFailed(msgspec.Struct, frozen=True):
+    """The exchange of `epoch` could not be built."""
+
+    epoch: int
+    reason: str
+
+
+class Closing(msgspec.Struct, frozen=True):
+    """The engine stops."""
+
+    reason: str
+
+
+Event = Received | Tick | LoadChanged | Built | BuildFailed | Closing
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send to the coordinator; if there is no connection the message is dropped, a later one makes up for it."""
+
+    message: FromRank
+
+
+class Build(msgspec.Struct, frozen=True):
+    """Build the exchange of this command and run its pre-flight exchange; comes back as `Built` or `BuildFailed`."""
+
+    form: Form
+
+
+class Interrupt(msgspec.Struct, frozen=True):
+    """Interrupt and give up the present exchange, whatever goes on in it."""
+
+
+class Wake(msgspec.Struct, frozen=True):
+    """Whoever waits on this rank's state should look again."""
+
+
+class Note(msgspec.Struct, frozen=True):
+    """For the log."""
+
+    text: str
+
+
+Effect = Send | Build | Interrupt | Wake | Note
+
+
+class LostRank(msgspec.Struct, frozen=True):
+    """Why the engine must leave its step."""
+
+    rank: int | None
+    wave: int
+    step: int
+    reason: str
+
+
+class RankCore:
+    """The state of one rank."""
+
+    def __init__(self, identity: Identity, random: Random, now_ms: int) -> None:
+        self.identity = identity
+        self.stepper = Stepper(identity.rank)
+        self.mode = Mode.JOINING if identity.kind.lockstep else Mode.SERVING
+        self.term = 0
+        self.applied = 0
+        self.registered = False
+        self.refused: Refused | None = None
+        self.timing = Timing()
+        self.feed = ""
+        self.group = ""
+        self.exchange = ""
+        self.lost: LostRank | None = None
+        """Set while the engine has yet to learn that its step is over."""
+        self.build_failed = ""
+        self.dropped: Counter[str] = Counter()
+        self.heard_ms = now_ms
+        self.load = Load()
+        self.closed = False
+        self.activity = Activity.IDLE
+        self.activity_since_ms = now_ms
+        self._random = random
+        self._number = 0
+        self._pending: dict[int, Command] = {}
+        self._form: Form | None = None
+        """The newest group that is to be built, or is being built."""
+        self._build_waits = False
+        self._register_ms = now_ms
+        self._register_pause_ms = REGISTER_MS
+        self._heartbeat_ms = now_ms
+        self._load_dirty = False
+        self._load_sent_ms = now_ms - LOAD_INTERVAL_MS
+        self._out: list[Effect] = []
+
+    # --- the control thread's door -----------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now_ms: int) -> list[Effect]:
+        """Change the state by one event and return what must be done, in order."""
+        match event:
+            case Received(message=ToRank() as message) if message.incarnation == self.identity.incarnation:
+                self._message(message, now_ms)
+            case Received():
+                self.dropped["misdirected"] += 1
+            case LoadChanged(load=load):
+                self._load_dirty = self._load_dirty or load != self.load
+                self.load = load
+            case Built():
+                self._built(event)
+            case BuildFailed() if event.epoch == self.stepper.epoch and self.mode is Mode.FORMING:
+                self.build_failed = event.reason
+                self._send(FormFailed, reason=event.reason[:4096])
+            case BuildFailed() | Tick():
+                pass  # a failure of an epoch that is over means nothing; time is looked at below
+            case Closing():
+                self.closed = True
+                self._send(Leave, reason=event.reason, counters=self.stepper.counters())
+                self._out += [Interrupt(), Wake()]
+        self._on_time(now_ms)
+        return self._flush()
+
+    def next_deadline_ms(self) -> int:
+        """When a `Tick` must come at the latest."""
+        if self.closed:
+            return 1 << 62
+        if not self.registered:
+            return self._register_ms
+        if self._load_dirty:
+            return min(self._heartbeat_ms, self._load_sent_ms + LOAD_INTERVAL_MS)
+        return self._heartbeat_ms
+
+    # --- the engine thread's door ------------------------------------------------------------------------------------
+
+    @property
+    def must_step(self) -> bool:
+        """Whether the engine has to call `step` now: a wave runs, or an independent rank holds work."""
+        return self.stepper.running if self.identity.kind.lockstep else self.stepper.has_work
+
+    def begin(self, row: Row) -> tuple[Row, Position]:
+        """Begin a step of the running wave."""
+        return self.stepper.begin(row)
+
+    def work_arrived(self) -> list[Effect]:
+        """A request has been queued at this rank: if no wave runs, ask for one."""
+        had_work = self.stepper.has_work
+        self.stepper.work_arrived()
+        if self.mode is Mode.IDLE and not had_work:
+            self._send(NeedWave)
+        self._out.append(Wake())
+        return self._flush()
+
+    def finish(self, plan: Plan, exchange_us: float) -> list[Effect]:
+        """The exchange that was begun has given this plan."""
+        steps = plan.step
+        if self.stepper.finish(plan, exchange_us):
+            self.mode = Mode.IDLE
+            self._send(
+                WaveComplete,
+                steps=steps,
+                empty=self.stepper.last_wave_was_empty,
+                counters=self.stepper.counters(),
+            )
+            self._apply_pending()
+            if self.mode is Mode.IDLE and self.stepper.has_work:
+                self._send(NeedWave)
+        return self._flush()
+
+    def fail(self, reason: str, lost: int | None) -> list[Effect]:
+        """The exchange failed under our hands: this epoch is over for us."""
+        self._halt(reason, lost)
+        return self._flush()
+
+    def leave_for_fault(self) -> tuple[LostRank | None, list[Effect]]:
+        """Whom we have lost, if the engine has not been told yet; it has now, and has left its step."""
+        lost = self.lost
+        if lost is not None:
+            self._halt(lost.reason, lost.rank)
+        return lost, self._flush()
+
+    # --- what is true now --------------------------------------------------------------------------------------------
+
+    def at(self) -> At:
+        """This rank's whole position."""
+        return At(
+            mode=self.mode,
+            term=self.term,
+            epoch=self.stepper.epoch,
+            applied=self.applied,
+            wave=self.stepper.wave,
+            step=self.stepper.step,
+            has_work=self.stepper.has_work,
+        )
+
+    def waits_for(self, now_ms: int) -> str:
+        """What this rank waits for, in words."""
+        silent_s = (now_ms - self.heard_ms) / 1000
+        if not self.registered:
+            if self.refused is not None:
+                return f"registration: {self.refused.detail}"
+            return f"the coordinator to answer (silent for {silent_s:.1f} s)"
+        match self.mode:
+            case Mode.JOINING | Mode.HALTED:
+                return "the other ranks of the deployment to register"
+            case Mode.FORMING:
+                return f"the exchange of epoch {self.stepper.epoch} to form" + (
+                    f" ({self.build_failed})" if self.build_failed else ""
+                )
+            case _:
+                return "work" if not self.stepper.has_work else "a wave to start"
+
+    # --- messages
+    # ------------------------------------------------------------------------------------------------------
+
+    def _message(self, message: ToRank, now_ms: int) -> None:
+        if message.term < self.term:
+            self.dropped["stale_term"] += 1
+            return
+        self.heard_ms = now_ms
+        match message:
+            case Welcome():
+                self._welcome(message, now_ms)
+            case Refused():
+                self._refused(message, now_ms)
+            case RegisterAgain():
+                self._register_again(now_ms)
+            case Pulse() if message.term > self.term:
+                self._register_again(now_ms)
+            case Command():
+                self._command(message, now_ms)
+            case Goodbye(reason=reason):
+                self._out.append(Note(f"the coordinator has stopped ({reason or 'no reason given'})"))
+            case _:
+                pass  # a pulse of our term: being heard was all
+
+    def _welcome(self, message: Welcome, now_ms: int) -> None:
+        if message.term > self.term:
+            self.term, self.applied = message.term, message.seq
+            self._pending.clear()  # commands of an older term are void
+        self.applied = max(self.applied, message.seq)
+        self._pending = {seq: command for seq, command in self._pending.items() if seq > self.applied}
+        if not self.registered:
+            self._out.append(Note(f"registered in term {self.term} as incarnation {self.identity.incarnation}"))
+        self.registered, self.refused = True, None
+        self.timing, self.feed = message.timing, message.feed
+        self._register_pause_ms = REGISTER_MS
+        self._heartbeat_ms = now_ms  # says at once where we stand in this term
+        self._apply_pending()
+        self._out.append(Wake())
+
+    def _refused(self, message: Refused, now_ms: int) -> None:
+        self.registered, self.refused = False, message
+        if message.retry:
+            self._schedule_register(now_ms)
+        self._out += [Note(f"registration refused ({message.reason}): {message.detail}"), Wake()]
+
+    def _register_again(self, now_ms: int) -> None:
+        if self.registered or self._register_ms > now_ms + REGISTER_MS:
+            self._register_ms = now_ms
+            self._register_pause_ms = REGISTER_MS
+        self.registered = False
+
+    def _command(self, command: Command, now_ms: int) -> None:
+        if command.term > self.term or not self.registered:
+            self.dropped["unregistered"] += 1
+            self._register_again(now_ms)
+        elif command.seq <= self.applied:
+            self.dropped["repeated"] += 1
+            self._heartbeat_ms = now_ms  # our acknowledgement was lost: say it again
+        elif len(self._pending) < PENDING_MAX:
+            self._pending[command.seq] = command
+            self._apply_pending()
+
+    def _apply_pending(self) -> None:
+        """Apply what is next in order; a start that is too early waits, and so does what comes after it."""
+        while (command := self._pending.get(self.applied + 1)) is not None:
+            if isinstance(command, Start) and self._too_early(command):
+                if not isinstance(self._pending.get(command.seq + 1), Fault | Form):
+                    return  # nothing has made it void
+            del self._pending[command.seq]
+            self.applied = command.seq
+            match command:
+                case Form():
+                    self._apply_form(command)
+                case Start():
+                    self._apply_start(command)
+                case Fault():
+                    self._apply_fault(command)
+                case _:
+                    self.dropped["unknown_command"] += 1
+
+    def _too_early(self, start: Start) -> bool:
+        stepper = self.stepper
+        if start.epoch != stepper.epoch:
+            return start.epoch > stepper.epoch
+        return self.mode is Mode.FORMING or (stepper.running and start.wave > stepper.wave)
+
+    def _apply_start(self, start: Start) -> None:
+        stepper = self.stepper
+        stepper.wave_messages += 1
+        if self.mode is Mode.IDLE and start.epoch == stepper.epoch and start.wave == stepper.wave:
+            stepper.begin_wave()
+            self.mode = Mode.RUNNING
+            self._out.append(Wake())
+        self._send(Started)
+
+    def _apply_form(self, form: Form) -> None:
+        if self.stepper.running and self.lost is None:
+            self._lose(None, f"the group was formed anew as epoch {form.epoch}")
+        self._out.append(Interrupt())
+        self._form, self.group, self.exchange, self.build_failed = form, "", "", ""
+        if self.lost is None:
+            self._build()
+        else:
+            self._build_waits = True
+
+    def _apply_fault(self, fault: Fault) -> None:
+        if fault.epoch != self.stepper.epoch or self.mode in (Mode.JOINING, Mode.HALTED):
+            self._heartbeat_ms = 0  # nothing to leave, but the acknowledgement is waited for
+        elif self.stepper.running:
+            self._lose(fault.lost, fault.reason)
+        else:
+            self._halt(fault.reason, fault.lost)
+
+    # --- the group
+    # -----------------------------------------------------------------------------------------------------
+
+    def _lose(self, lost: int | None, reason: str) -> None:
+        """The engine is in a wave of a broken group: get it out; it will be told at its next call."""
+        self.lost = LostRank(lost, self.stepper.wave, self.stepper.step + self.stepper.inside, reason)
+        self._out += [Interrupt(), Wake()]
+
+    def _halt(self, reason: str, lost: int | None) -> None:
+        """The engine has left: nothing of ours is in the old exchange any more."""
+        self.lost = None
+        self.stepper.leave()
+        self.mode, self.group = Mode.HALTED, ""
+        self._out += [Interrupt(), Note(f"halted: {reason}"), Wake()]
+        self._send(Halted, reason=reason[:4096], lost=lost)
+        if self._build_waits:
+            self._build_waits = False
+            self._build()
+        else:
+            self._apply_pending()
+
+    def _build(self) -> None:
+        form = self._form
+        assert form is not None
+        self.mode = Mode.FORMING
+        self.stepper.epoch, self.stepper.wave, self.stepper.step = form.epoch, form.wave, 0
+        self._out.append(Build(form))
+        self._heartbeat_ms = 0
+
+    def _built(self, event: Built) -> None:
+        if self._form is None or event.epoch != self._form.epoch or self.mode is not Mode.FORMING:
+            self.dropped["late_build"] += 1  # the shell gives that exchange up
+            return
+        self.mode, self.group, self.exchange = Mode.IDLE, self._form.group, event.exchange
+        self.stepper.process_groups += event.process_groups
+        self.stepper.preflights += 1
+        self._send(Formed, exchange=event.exchange)
+        self._out += [Note(f"epoch {event.epoch} is formed over {event.exchange}"), Wake()]
+        self._apply_pending()
+
+    # --- sending
+    # -------------------------------------------------------------------------------------------------------
+
+    def _on_time(self, now_ms: int) -> None:
+        if self.closed:
+            return
+        if not self.registered:
+            if now_ms >= self._register_ms and (self.refused is None or self.refused.retry):
+                self._register(now_ms)
+            return
+        if now_ms >= self._heartbeat_ms:
+            self._heartbeat_ms = now_ms + self.timing.heartbeat_ms
+            self._send(
+                Heartbeat,
+                activity=self.activity,
+                age_ms=max(0, now_ms - self.activity_since_ms),
+                counters=self.stepper.counters(),
+            )
+        if self._load_dirty and now_ms >= self._load_sent_ms + LOAD_INTERVAL_MS:
+            self._load_dirty, self._load_sent_ms = False, now_ms
+            self._send(LoadReport, load=self.load)
+
+    def _register(self, now_ms: int) -> None:
+        me = self.identity
+        self._send(
+            Register,
+            kind=me.kind,
+            dp_size=me.dp_size,
+            group=self.group,
+            settings=me.settings,
+            host=me.host,
+            rendezvous=me.rendezvous,
+            exchanges=list(me.exchanges),
+            serve=me.serve,
+            attributes=me.attributes,
+        )
+        self._load_dirty = True  # a new term has not heard it yet
+        self._schedule_register(now_ms)
+
+    def _schedule_register(self, now_ms: int) -> None:
+        self._register_ms = now_ms + round(self._register_pause_ms * (0.75 + self._random.random() / 2))
+        self._register_pause_ms = min(self._register_pause_ms * 2, REGISTER_MS_MAX)
+
+    def _send(self, message_type: type[FromRank], /, **fields: Any) -> None:
+        if issubclass(message_type, Started | NeedWave | WaveComplete):
+            self.stepper.wave_messages += 1
+        self._number += 1
+        message = message_type(
+            deployment=self.identity.deployment,
+            rank=self.identity.rank,
+            incarnation=self.identity.incarnation,
+            number=self._number,
+            at=self.at(),
+            **fields,
+        )
+        self._out.append(Send(message))
+
+    def _flush(self) -> list[Effect]:
+        effects, self._out = self._out, []
+        return effects
