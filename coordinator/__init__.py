@@ -7,6 +7,7 @@ config_words    how a mistake is told
 yaml_source     YAML with the place of everything in it
 logs            log lines on stderr
 transport       ZeroMQ sockets: bytes and addresses
+term            the number of this coordinator's leadership, over restarts
 service         the loop: receive, decode, handle, perform
 status          HTTP: health, readiness, status, metrics, events
 cli             the door of the console script; commands and config_cli hold its commands

@@ -1,9 +1,9 @@
 """The side that lives beside an engine: the agent of a rank, and the client of a front-end.
 
 Reading order: `agent` (what an engine's loop calls), `plan` (what a step does; pure), `stepper` and `core` (one
-rank's side of the protocol; pure), `control` (its thread), `client` (its socket), `exchange/` (how rows travel),
-`forward_context` (the plan inside the model), `offline` (without a coordinator), `front_end` and `front_end_core`,
-`errors`, `host`; `demo/` is a small real engine.
+rank's side of the protocol; pure; `events` are what goes in and out), `control` (its thread), `forming` (its
+exchange), `client` (its socket), `exchange/` (how rows travel), `forward_context` (the plan inside the model),
+`offline` (without a coordinator), `front_end` and `front_end_core`, `errors`, `host`; `demo/` is a small real engine.
 """
 
 from .agent import RankAgent, Turn

@@ -21,13 +21,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from random import Random
 
-from ..proto.endpoints import parse_endpoint
 from ..proto.errors import HeaderMismatchError, LocalProtocolError, RemoteProtocolError, RowInvalidError
 from ..proto.messages import Activity, Counters, Kind, Load, Mode, Setting, Timing
 from ..proto.rows import DUMMY, Operation, Position, Row, pack, unpack
 from .client import Link
 from .control import Control, monotonic_ms
-from .core import Build, Identity, RankCore
+from .core import RankCore
 from .errors import (
     AgentClosedError,
     AgentError,
@@ -41,11 +40,12 @@ from .errors import (
     RegistrationRefusedError,
     StepSkippedError,
 )
-from .exchange import available_exchanges, make_exchange
-from .exchange.base import Exchange, GroupSpec
+from .events import Identity
+from .exchange.base import Exchange
 from .exchange.rendezvous import Listener
+from .forming import Builder, listener_for, offers_of
 from .forward_context import ForwardContext, forward_context
-from .host import address_towards, host_identity
+from .host import host_identity
 from .offline import OfflineCore, OfflineDriver
 from .plan import IDLE_PLAN, Plan, PlanSettings, Role, decide
 
@@ -72,22 +72,17 @@ class RankAgent:
     """One rank of a deployment. Made by `connect` or `offline`."""
 
     def __init__(
-        self,
-        driver: Control | OfflineDriver,
-        kind: Kind,
-        rank: int,
-        dp_size: int,
-        settings: PlanSettings,
+        self, driver: Control | OfflineDriver, builder: Builder, settings: PlanSettings, rank: int, dp_size: int
     ) -> None:
-        self.kind = kind
+        self.kind = driver.core.kind
         self.rank = rank
         self.dp_size = dp_size
-        self.group_rank = rank if kind.lockstep else 0
+        self.group_rank = rank if self.kind.lockstep else 0
         """Index of this rank in the tuples of a plan: an independent rank is a group of its own."""
         self._driver = driver
         self._core = driver.core
+        self._builder = builder
         self._settings = settings
-        self._listener: Listener | None = None
 
     # --- making one --------------------------------------------------------------------------------------------------
 
@@ -126,12 +121,8 @@ class RankAgent:
             attributes: For display: node, local rank, pid, engine.
         """
         settings = settings or PlanSettings()
-        address = parse_endpoint(endpoint)
-        offers = _offers(kind, exchanges, device)
-        listener = None
-        if any(offer != "shm" for offer in offers):
-            host = advertise_host or (address_towards(address.host, address.port) if address.host else "127.0.0.1")
-            listener = Listener(host)
+        offers = offers_of(kind, exchanges, device)
+        builder = Builder(deployment, rank, device, listener_for(offers, endpoint, advertise_host))
         identity = Identity(
             deployment=deployment,
             rank=rank,
@@ -140,22 +131,15 @@ class RankAgent:
             dp_size=dp_size,
             settings={**settings.compared(), **(extra_settings or {})},
             host=host_identity(),
-            rendezvous=listener.endpoint if listener else "",
+            rendezvous=builder.rendezvous,
             exchanges=offers,
             serve=serve,
             attributes=attributes or {},
         )
         core = RankCore(identity, Random(), monotonic_ms())
-        link = Link(endpoint, identity.incarnation)
-
-        def build(effect: Build) -> Exchange:
-            return _build_exchange(effect, core, listener, device)
-
-        control = Control(core, link, build)
-        agent = cls(control, kind, rank, dp_size, settings)
-        agent._listener = listener
+        control = Control(core, Link(endpoint, identity.incarnation), builder)
         control.start()
-        return agent
+        return cls(control, builder, settings, rank, dp_size)
 
     @classmethod
     def offline(
@@ -194,26 +178,13 @@ class RankAgent:
         settings = settings or PlanSettings()
         timing = Timing(step_deadline_ms=round(step_deadline_s * 1000), form_timeout_ms=round(form_timeout_s * 1000))
         core = OfflineCore(rank, kind, timing)
-        built = listener = None
+        listener = Listener.at(rendezvous) if kind.lockstep and rank == 0 and rendezvous else None
+        builder = Builder(deployment, rank, device, listener)
+        built = None
         if kind.lockstep:
-            listener = _listener_at(rendezvous) if rank == 0 and rendezvous else None
-            group = GroupSpec(
-                deployment=deployment,
-                epoch=1,
-                group="offline",
-                rank=rank,
-                dp_size=dp_size,
-                rendezvous=rendezvous,
-                device=device,
-            )
-            built = make_exchange(exchange, group, timeout_ms=timing.form_timeout_ms, listener=listener)
-            _preflight(built, 1, 0, rank, dp_size, timing.form_timeout_ms)
-            core.exchange = built.name
-            core.stepper.process_groups += built.process_groups
-            core.stepper.preflights += 1
-        agent = cls(OfflineDriver(core, built), kind, rank, dp_size, settings)
-        agent._listener = listener
-        return agent
+            built = builder.build_offline(exchange, dp_size, rendezvous, timing.form_timeout_ms)
+            core.formed(built.name, built.process_groups)
+        return cls(OfflineDriver(core, built), builder, settings, rank, dp_size)
 
     # --- the engine's loop -------------------------------------------------------------------------------------------
 
@@ -345,8 +316,7 @@ class RankAgent:
     def close(self, reason: str = "closed") -> None:
         """Leave the deployment. Whoever waits in this agent gets `AgentClosedError`. May be called twice."""
         self._driver.close(reason)
-        if self._listener is not None:
-            self._listener.close()
+        self._builder.close()
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -441,45 +411,6 @@ class RankAgent:
             self._core.activity_since_ms = monotonic_ms()
 
 
-def _offers(kind: Kind, exchanges: Sequence[str] | None, device: str) -> tuple[str, ...]:
-    if not kind.lockstep:
-        return ()  # an independent rank creates nothing, so it offers nothing
-    return tuple(available_exchanges(device) if exchanges is None else exchanges)
-
-
-def _build_exchange(effect: Build, core: RankCore, listener: Listener | None, device: str) -> Exchange:
-    """Build the exchange of a `Form` and try it once. On the builder's thread."""
-    form, identity = effect.form, core.identity
-    group = GroupSpec(
-        deployment=identity.deployment,
-        epoch=form.epoch,
-        group=form.group,
-        rank=identity.rank,
-        dp_size=len(form.members),
-        rendezvous=form.members[0].rendezvous,
-        device=device,
-    )
-    exchange = make_exchange(
-        form.exchange,
-        group,
-        timeout_ms=core.timing.form_timeout_ms,
-        listener=listener if identity.rank == 0 else None,
-    )
-    try:
-        _preflight(exchange, form.epoch, form.wave, identity.rank, len(form.members), core.timing.form_timeout_ms)
-    except Exception:
-        exchange.close()
-        raise
-    return exchange
-
-
-def _preflight(exchange: Exchange, epoch: int, wave: int, rank: int, dp_size: int, timeout_ms: int) -> None:
-    """One checked exchange before anybody relies on it."""
-    position = Position(Operation.PREFLIGHT, epoch, wave, 0)
-    mine = pack(DUMMY, position, rank)
-    unpack(exchange.gather(mine, timeout_ms=timeout_ms), dp_size, mine, position, rank)
-
-
 def _blamed(error: Exception) -> int | None:
     match error:
         case ExchangeTimeoutError(missing=(rank, *_)) | ExchangeBrokenError(lost=(rank, *_)):
@@ -488,9 +419,3 @@ def _blamed(error: Exception) -> int | None:
             return owner
         case _:
             return None
-
-
-def _listener_at(rendezvous: str) -> Listener:
-    """Bind the address that the other ranks of an offline run were told."""
-    address = parse_endpoint(rendezvous).for_connect()
-    return Listener(address.host, address.port)

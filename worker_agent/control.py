@@ -10,11 +10,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 from ..proto.messages import Load
 from .client import Link
-from .core import (
+from .core import RankCore
+from .errors import ExchangeError
+from .events import (
     Build,
     BuildFailed,
     Built,
@@ -24,14 +25,13 @@ from .core import (
     Interrupt,
     LoadChanged,
     Note,
-    RankCore,
     Received,
     Send,
     Tick,
     Wake,
 )
-from .errors import ExchangeError
 from .exchange.base import Exchange
+from .forming import Builder
 
 log = logging.getLogger("wavekeeper.agent")
 
@@ -47,7 +47,7 @@ def monotonic_ms() -> int:
 class Control:
     """Runs a `RankCore` against a real coordinator."""
 
-    def __init__(self, core: RankCore, link: Link, build: Callable[[Build], Exchange]) -> None:
+    def __init__(self, core: RankCore, link: Link, builder: Builder) -> None:
         self.core = core
         self.changed = threading.Condition()
         """Held around every use of the core; notified when a waiter should look again."""
@@ -57,7 +57,7 @@ class Control:
         self.broken: BaseException | None = None
         """What ended the control thread, if it was a bug."""
         self._link = link
-        self._build = build
+        self._builder = builder
         self._outbox: deque[Send] = deque()
         self._sleeps_until_ms = 0
         """Until when the control thread waits for messages; 0 while it is awake."""
@@ -146,7 +146,7 @@ class Control:
         """On the builder's thread: build, try, hand over."""
         epoch = build.form.epoch
         try:
-            exchange = self._build(build)
+            exchange = self._builder.build(build.form, self.core.timing.form_timeout_ms)
         except ExchangeError as error:
             self.event(BuildFailed(epoch, str(error)))
             return

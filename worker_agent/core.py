@@ -14,8 +14,6 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-import msgspec
-
 from ..proto.messages import (
     Activity,
     At,
@@ -28,18 +26,15 @@ from ..proto.messages import (
     Goodbye,
     Halted,
     Heartbeat,
-    Kind,
     Leave,
     Load,
     LoadReport,
-    Message,
     Mode,
     NeedWave,
     Pulse,
     Refused,
     Register,
     RegisterAgain,
-    Setting,
     Start,
     Started,
     Timing,
@@ -48,6 +43,23 @@ from ..proto.messages import (
     Welcome,
 )
 from ..proto.rows import Position, Row
+from .events import (
+    Build,
+    BuildFailed,
+    Built,
+    Closing,
+    Effect,
+    Event,
+    Identity,
+    Interrupt,
+    LoadChanged,
+    LostRank,
+    Note,
+    Received,
+    Send,
+    Tick,
+    Wake,
+)
 from .plan import Plan
 from .stepper import Stepper
 
@@ -59,105 +71,12 @@ PENDING_MAX = 64
 """Commands kept until an earlier one has been applied; the coordinator sends again what does not fit."""
 
 
-class Identity(msgspec.Struct, frozen=True):
-    """What a rank says of itself when it registers; see `Register`."""
-
-    deployment: str
-    rank: int
-    incarnation: str
-    kind: Kind
-    dp_size: int
-    settings: dict[str, Setting] = {}
-    host: str = ""
-    rendezvous: str = ""
-    exchanges: tuple[str, ...] = ()
-    serve: str = ""
-    attributes: dict[str, str] = {}
-
-
-class Received(msgspec.Struct, frozen=True):
-    """A message of the coordinator."""
-
-    message: Message
-
-
-class Tick(msgspec.Struct, frozen=True):
-    """Time has passed."""
-
-
-class LoadChanged(msgspec.Struct, frozen=True):
-    """The engine's queue has changed."""
-
-    load: Load
-
-
-class Built(msgspec.Struct, frozen=True):
-    """The exchange of `epoch` stands and its pre-flight exchange has passed."""
-
-    epoch: int
-    exchange: str
-    process_groups: int
-
-
-class BuildFailed(msgspec.Struct, frozen=True):
-    """The exchange of `epoch` could not be built."""
-
-    epoch: int
-    reason: str
-
-
-class Closing(msgspec.Struct, frozen=True):
-    """The engine stops."""
-
-    reason: str
-
-
-Event = Received | Tick | LoadChanged | Built | BuildFailed | Closing
-
-
-class Send(msgspec.Struct, frozen=True):
-    """Send to the coordinator; if there is no connection the message is dropped, a later one makes up for it."""
-
-    message: FromRank
-
-
-class Build(msgspec.Struct, frozen=True):
-    """Build the exchange of this command and run its pre-flight exchange; comes back as `Built` or `BuildFailed`."""
-
-    form: Form
-
-
-class Interrupt(msgspec.Struct, frozen=True):
-    """Interrupt and give up the present exchange, whatever goes on in it."""
-
-
-class Wake(msgspec.Struct, frozen=True):
-    """Whoever waits on this rank's state should look again."""
-
-
-class Note(msgspec.Struct, frozen=True):
-    """For the log."""
-
-    text: str
-
-
-Effect = Send | Build | Interrupt | Wake | Note
-
-
-class LostRank(msgspec.Struct, frozen=True):
-    """Why the engine must leave its step."""
-
-    rank: int | None
-    wave: int
-    step: int
-    reason: str
-
-
 class RankCore:
     """The state of one rank."""
 
     def __init__(self, identity: Identity, random: Random, now_ms: int) -> None:
         self.identity = identity
+        self.kind = identity.kind
         self.stepper = Stepper(identity.rank)
         self.mode = Mode.JOINING if identity.kind.lockstep else Mode.SERVING
         self.term = 0
@@ -231,7 +150,7 @@ class RankCore:
     @property
     def must_step(self) -> bool:
         """Whether the engine has to call `step` now: a wave runs, or an independent rank holds work."""
-        return self.stepper.running if self.identity.kind.lockstep else self.stepper.has_work
+        return self.stepper.running if self.kind.lockstep else self.stepper.has_work
 
     def begin(self, row: Row) -> tuple[Row, Position]:
         """Begin a step of the running wave."""

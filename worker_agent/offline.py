@@ -9,8 +9,9 @@ import threading
 
 from ..proto.messages import Activity, Kind, Load, Mode, Refused, Timing
 from ..proto.rows import Position, Row
-from .core import Effect, LostRank, Wake
+from .events import Effect, LostRank, Wake
 from .exchange.base import Exchange
+from .forming import OFFLINE_EPOCH
 from .plan import Plan
 from .stepper import Stepper
 
@@ -22,7 +23,7 @@ class OfflineCore:
         self.kind = kind
         self.timing = timing
         self.stepper = Stepper(rank)
-        self.stepper.epoch = 1
+        self.stepper.epoch = OFFLINE_EPOCH
         self.mode = Mode.IDLE if kind.lockstep else Mode.SERVING
         self.exchange = ""
         self.lost: LostRank | None = None
@@ -30,6 +31,12 @@ class OfflineCore:
         self.closed = False
         self.activity = Activity.IDLE
         self.activity_since_ms = 0
+
+    def formed(self, exchange: str, process_groups: int) -> None:
+        """The exchange stands, and its pre-flight exchange has passed."""
+        self.exchange = exchange
+        self.stepper.process_groups += process_groups
+        self.stepper.preflights += 1
 
     @property
     def must_step(self) -> bool:

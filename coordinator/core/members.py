@@ -14,6 +14,7 @@ from ...proto.messages import (
     Counters,
     FromRank,
     Heartbeat,
+    Leave,
     Load,
     LoadReport,
     Member,
@@ -75,6 +76,7 @@ class Members:
         self._spec = spec
         self._dead_after_ms = dead_after_ms
         self._by_rank: dict[int, MemberRecord] = {}
+        self._departed = Counters()
         self._fenced: dict[tuple[int, str], None] = {}
         self.version = 0
         """Grows whenever a rank comes or goes."""
@@ -180,7 +182,7 @@ class Members:
                 self.look_again_ms = min(self.look_again_ms, self.deadline_ms(record))
             case LoadReport():
                 record.load, record.load_number, record.load_ms = message.load, message.number, now_ms
-            case WaveComplete():
+            case WaveComplete() | Leave():
                 record.counters = message.counters
             case _:
                 pass  # its position was all that mattered here
@@ -190,6 +192,7 @@ class Members:
         """Forget a dead rank; whatever it still says is fenced once another incarnation has its place."""
         del self._by_rank[record.rank]
         self.version += 1
+        self._departed = _added(self._departed, record.counters)
         self._fenced[record.rank, record.incarnation] = None
         while len(self._fenced) > FENCED_MAX:
             del self._fenced[next(iter(self._fenced))]
@@ -207,6 +210,13 @@ class Members:
         return [
             (record, f"silent for {now_ms - record.heard_ms} ms") for record in self if deadlines[record.rank] <= now_ms
         ]
+
+    def totals(self) -> Counters:
+        """What all ranks have done, those that are gone included, so that no total ever goes back."""
+        total = self._departed
+        for record in self:
+            total = _added(total, record.counters)
+        return total
 
     def deadline_ms(self, record: MemberRecord) -> int:
         """When this rank counts as dead if nothing is heard of it; an announced long operation extends it."""
@@ -300,6 +310,21 @@ def common_exchanges(spec: DeploymentSpec, registers: list[Register]) -> list[st
     candidates = (["shm"] if one_host else []) + list(_DEVICE_EXCHANGES)
     wanted = candidates if spec.exchange == "auto" else [name for name in candidates if name == spec.exchange]
     return [name for name in wanted if all(name in register.exchanges for register in registers)]
+
+
+def _added(one: Counters, other: Counters) -> Counters:
+    """The sums of the counts; exchange times have none."""
+    return Counters(
+        waves=one.waves + other.waves,
+        empty_waves=one.empty_waves + other.empty_waves,
+        steps=one.steps + other.steps,
+        dummy_steps=one.dummy_steps + other.dummy_steps,
+        steps_after_last_work=max(one.steps_after_last_work, other.steps_after_last_work),
+        group_operations=one.group_operations + other.group_operations,
+        preflights=one.preflights + other.preflights,
+        process_groups=one.process_groups + other.process_groups,
+        wave_messages=one.wave_messages + other.wave_messages,
+    )
 
 
 _Verdict = tuple[RefusalReason, str, list[Mismatch]]

@@ -71,7 +71,7 @@ class DeploymentView(msgspec.Struct, frozen=True):
     """Waves that have run in this term."""
     empty_waves: int
     group_operations: int
-    """Exchanges of steps, of the rank that has done the most; 0 for a dense deployment, counted by its agents."""
+    """Exchanges of steps, all ranks together, as their agents counted them; 0 for a dense deployment."""
     process_groups: int
     wave_messages: int
     """Wave messages that the coordinator has sent and received plus those that the agents counted on their side."""
@@ -119,7 +119,7 @@ def deployment_view(deployment: Deployment, now_ms: int) -> DeploymentView:
     spec = deployment.spec
     records = deployment.members.sorted()
     lockstep = deployment if isinstance(deployment, Lockstep) else None
-    counters = [record.counters for record in records]
+    totals = deployment.members.totals()
     return DeploymentView(
         name=spec.name,
         kind=spec.kind,
@@ -134,10 +134,10 @@ def deployment_view(deployment: Deployment, now_ms: int) -> DeploymentView:
         wave=deployment.wave,
         waves=lockstep.waves_run if lockstep else 0,
         empty_waves=lockstep.empty_waves if lockstep else 0,
-        group_operations=max((c.group_operations for c in counters), default=0),
-        process_groups=sum(c.process_groups for c in counters),
-        wave_messages=deployment.wave_messages + sum(c.wave_messages for c in counters),
-        dummy_steps=sum(c.dummy_steps for c in counters),
+        group_operations=totals.group_operations,
+        process_groups=totals.process_groups,
+        wave_messages=deployment.wave_messages + totals.wave_messages,
+        dummy_steps=totals.dummy_steps,
         exchange=ExchangeView(lockstep.exchange, lockstep.exchange_reason) if lockstep and lockstep.exchange else None,
         fault=lockstep.fault if lockstep and lockstep.phase is Phase.FAULTED else "",
         waiting_starts=[

@@ -39,6 +39,9 @@ class CountingEngine:
             self.work += units
         self.agent.notify_work()
 
+    def has_done(self, units: int) -> bool:
+        return self.done >= units
+
     def loop(self) -> None:
         while True:
             try:

@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def serve(front_end: FrontEnd, engines: list[CountingEngine], requests: int, uni
             engine = engines[choice.rank]
             goal = engine.done + units
             engine.submit(units)
-            eventually(lambda e=engine, g=goal: e.done >= g, f"rank {choice.rank} to do its work")
+            eventually(partial(engine.has_done, goal), f"rank {choice.rank} to do its work")
 
 
 def test_a_fleet_of_both_kinds_serves_and_shows_what_it_did(coordinator: Coordinator) -> None:

@@ -9,6 +9,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -21,8 +22,9 @@ from wavekeeper.coordinator.core import Tick as CoordinatorTick
 from wavekeeper.proto.codec import decode, encode
 from wavekeeper.proto.messages import Kind, Message, Mode, Phase, Timing, Update
 from wavekeeper.proto.rows import Position, Row
-from wavekeeper.worker_agent import core as rank_core
+from wavekeeper.worker_agent import events as rank_events
 from wavekeeper.worker_agent import front_end_core
+from wavekeeper.worker_agent.core import RankCore
 from wavekeeper.worker_agent.plan import Plan, PlanSettings, decide
 
 SETTINGS = PlanSettings()
@@ -85,7 +87,7 @@ class Rank:
         self.waiting_in: int | None = None
         self.last: tuple[int, int, int] = (0, 0, 0)
         self.cut_until_ms = 0
-        identity = rank_core.Identity(
+        identity = rank_events.Identity(
             deployment=spec.name,
             rank=rank,
             incarnation=f"{world.random.getrandbits(64):016x}",
@@ -96,7 +98,7 @@ class Rank:
             exchanges=("shm",) if spec.kind.lockstep else (),
             serve=f"{spec.name}/{rank}/{life}",
         )
-        self.core = rank_core.RankCore(identity, Random(world.random.getrandbits(32)), world.now_ms)
+        self.core = RankCore(identity, Random(world.random.getrandbits(32)), world.now_ms)
         self.peer = identity.incarnation.encode()
         world.plan(0, self.tick)
 
@@ -104,22 +106,22 @@ class Rank:
 
     def tick(self) -> None:
         if self.alive:
-            self.do(self.core.handle(rank_core.Tick(), self.world.now_ms))
+            self.do(self.core.handle(rank_events.Tick(), self.world.now_ms))
             self.world.plan(max(1, self.core.next_deadline_ms() - self.world.now_ms), self.tick)
 
     def receive(self, message: Message) -> None:
         if self.alive:
-            self.do(self.core.handle(rank_core.Received(message), self.world.now_ms))
+            self.do(self.core.handle(rank_events.Received(message), self.world.now_ms))
 
-    def do(self, effects: list[rank_core.Effect]) -> None:
+    def do(self, effects: list[rank_events.Effect]) -> None:
         for effect in effects:
             match effect:
-                case rank_core.Send(message=message):
+                case rank_events.Send(message=message):
                     if not self.is_cut:
                         self.world.to_coordinator(self.peer, message)
-                case rank_core.Build():
-                    self.world.plan(self.world.random.randint(0, 20), lambda e=effect: self.build(e))
-                case rank_core.Interrupt():
+                case rank_events.Build():
+                    self.world.plan(self.world.random.randint(0, 20), partial(self.build, effect))
+                case rank_events.Interrupt():
                     self.group = None
                     if self.waiting_in is not None:
                         self.waiting_in = None
@@ -129,7 +131,7 @@ class Rank:
         self.plan_turn(0)
         self.remember()
 
-    def build(self, effect: rank_core.Build) -> None:
+    def build(self, effect: rank_events.Build) -> None:
         if not self.alive:
             return
         form = effect.form
@@ -141,12 +143,12 @@ class Rank:
             if not self.alive or self.core.stepper.epoch != form.epoch:
                 return
             if len(group.joined) == group.dp_size:
-                built = rank_core.Built(form.epoch, "shm", 0)
+                built = rank_events.Built(form.epoch, "shm", 0)
                 if self.core.mode is Mode.FORMING:
                     self.group, self.count = group, 0
                 self.do(self.core.handle(built, self.world.now_ms))
             elif self.world.now_ms - began_ms >= TIMING.form_timeout_ms:
-                failed = rank_core.BuildFailed(form.epoch, "some rank did not come")
+                failed = rank_events.BuildFailed(form.epoch, "some rank did not come")
                 self.do(self.core.handle(failed, self.world.now_ms))
             else:
                 self.world.plan(self.world.random.randint(1, 20), look)
@@ -196,7 +198,7 @@ class Rank:
         if len(group.rows[self.count]) == group.dp_size:
             for peer in self.world.ranks[self.spec.name].values():
                 if peer.group is group and peer.waiting_in == self.count:
-                    self.world.plan(self.world.random.randint(0, 3), lambda p=peer, c=self.count: p.arrived(group, c))
+                    self.world.plan(self.world.random.randint(0, 3), partial(peer.arrived, group, self.count))
 
     def arrived(self, group: Group, number: int) -> None:
         """All rows are there for this rank."""
@@ -281,12 +283,12 @@ class FrontEnd:
         choice, effects = self.core.pick(self.world.now_ms)
         self.do(effects)
         if choice is None:
-            self.world.plan(50, lambda: self.send(request))
+            self.world.plan(50, partial(self.send, request))
             return
         rank = self.world.ranks[self.core.deployment].get(choice.rank)
         assert rank is not None
-        self.world.plan(self.world.random.randint(0, 10), lambda: rank.submit(request))
-        self.world.plan(200, lambda: self.core.done(choice))
+        self.world.plan(self.world.random.randint(0, 10), partial(rank.submit, request))
+        self.world.plan(200, partial(self.core.done, choice))
 
 
 class World:
@@ -361,7 +363,7 @@ class World:
     # --- the network -------------------------------------------------------------------------------------------------
 
     def to_coordinator(self, peer: bytes, message: Message) -> None:
-        self.carry(message, lambda m: self.at_coordinator(peer, m))
+        self.carry(message, partial(self.at_coordinator, peer))
 
     def carry(self, message: Message, deliver: Callable[[Message], None]) -> None:
         weather = self.weather
@@ -374,7 +376,7 @@ class World:
             delay_ms = self.random.randint(*weather.delay_ms)
             if self.random.random() < weather.straggler:
                 delay_ms = self.random.randint(0, 1_000)
-            self.plan(delay_ms, lambda m=message: deliver(m))
+            self.plan(delay_ms, partial(deliver, message))
 
     def at_coordinator(self, peer: bytes, message: Message) -> None:
         if self.fleet is not None:
@@ -383,14 +385,14 @@ class World:
     def coordinator_tick(self, fleet: Fleet) -> None:
         if self.fleet is fleet:
             self.perform(fleet, CoordinatorTick())
-            self.plan(max(1, fleet.next_deadline_ms(self.now_ms) - self.now_ms), lambda: self.coordinator_tick(fleet))
+            self.plan(max(1, fleet.next_deadline_ms(self.now_ms) - self.now_ms), partial(self.coordinator_tick, fleet))
 
     def perform(self, fleet: Fleet, event: CoordinatorReceived | CoordinatorTick) -> None:
         before_ms = fleet.next_deadline_ms(self.now_ms)
         for effect in fleet.handle(event, self.now_ms):
             match effect:
                 case CoordinatorSend(peer=peer, message=message):
-                    self.carry(message, lambda m, p=peer: self.at_peer(p, m))
+                    self.carry(message, partial(self.at_peer, peer))
                 case Publish(deployment=name, message=message):
                     assert isinstance(message, Update)
                     self.published(name, message)
@@ -401,7 +403,7 @@ class World:
                     pass
         after_ms = fleet.next_deadline_ms(self.now_ms)
         if after_ms < before_ms and isinstance(event, CoordinatorReceived):
-            self.plan(max(1, after_ms - self.now_ms), lambda: self.extra_tick(fleet))
+            self.plan(max(1, after_ms - self.now_ms), partial(self.extra_tick, fleet))
 
     def extra_tick(self, fleet: Fleet) -> None:
         """An event has brought the next deadline forward."""
@@ -461,7 +463,7 @@ def arrivals(world: World, requests: int, mean_gap_ms: float, steps: int = 8) ->
             at_ms += 20 * mean_gap_ms
         front_end = world.random.choice(world.front_ends)
         request = Request(number, world.random.randint(1, steps))
-        world.plan(round(at_ms), lambda f=front_end, r=request: f.send(r))
+        world.plan(round(at_ms), partial(front_end.send, request))
     return list(range(requests))
 
 

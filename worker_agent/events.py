@@ -1,0 +1,99 @@
+"""What can happen to a rank's core, and what it can ask for; the counterpart of `coordinator/core/events.py`."""
+
+import msgspec
+
+from ..proto.messages import Form, FromRank, Kind, Load, Message, Setting
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What a rank says of itself when it registers; see `Register`."""
+
+    deployment: str
+    rank: int
+    incarnation: str
+    kind: Kind
+    dp_size: int
+    settings: dict[str, Setting] = {}
+    host: str = ""
+    rendezvous: str = ""
+    exchanges: tuple[str, ...] = ()
+    serve: str = ""
+    attributes: dict[str, str] = {}
+
+
+class Received(msgspec.Struct, frozen=True):
+    """A message of the coordinator."""
+
+    message: Message
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+class LoadChanged(msgspec.Struct, frozen=True):
+    """The engine's queue has changed."""
+
+    load: Load
+
+
+class Built(msgspec.Struct, frozen=True):
+    """The exchange of `epoch` stands and its pre-flight exchange has passed."""
+
+    epoch: int
+    exchange: str
+    process_groups: int
+
+
+class BuildFailed(msgspec.Struct, frozen=True):
+    """The exchange of `epoch` could not be built."""
+
+    epoch: int
+    reason: str
+
+
+class Closing(msgspec.Struct, frozen=True):
+    """The engine stops."""
+
+    reason: str
+
+
+Event = Received | Tick | LoadChanged | Built | BuildFailed | Closing
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send to the coordinator; if there is no connection the message is dropped, a later one makes up for it."""
+
+    message: FromRank
+
+
+class Build(msgspec.Struct, frozen=True):
+    """Build the exchange of this command and run its pre-flight exchange; comes back as `Built` or `BuildFailed`."""
+
+    form: Form
+
+
+class Interrupt(msgspec.Struct, frozen=True):
+    """Interrupt and give up the present exchange, whatever goes on in it."""
+
+
+class Wake(msgspec.Struct, frozen=True):
+    """Whoever waits on this rank's state should look again."""
+
+
+class Note(msgspec.Struct, frozen=True):
+    """For the log."""
+
+    text: str
+
+
+Effect = Send | Build | Interrupt | Wake | Note
+
+
+class LostRank(msgspec.Struct, frozen=True):
+    """Why the engine must leave its step."""
+
+    rank: int | None
+    wave: int
+    step: int
+    reason: str
