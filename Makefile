@@ -1,0 +1,40 @@
+# Needs Python 3.11 or newer and bash. Everything is installed into $(VENV); a change of pyproject.toml updates it.
+PYTHON ?= python3
+VENV ?= .venv
+# Ranks of the demo need torch; name another version, or a wheel, with TORCH=...
+TORCH ?= torch==2.13.0
+# For the tool that is called: make test ARGS='-k waves', make demo ARGS='--requests 60'
+ARGS ?=
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+# -I: neither the checkout nor PYTHONPATH may shadow a library (our proto/ would hide a package of that name).
+RUN := $(VENV)/bin/python -Im
+
+.PHONY: demo test check fmt clean
+
+demo: $(VENV)/.ready  ## run a small fleet on this machine and watch its waves
+	$(VENV)/bin/wavekeeper demo $(ARGS)
+
+test: $(VENV)/.ready  ## run the tests
+	$(RUN) pytest $(ARGS)
+
+check: $(VENV)/.ready  ## lint, format check, types
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy | sed 's#^\.src/wavekeeper/##'
+
+fmt: $(VENV)/.ready  ## mend what the linter can mend, and format
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+clean:  ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# pip 25.1 is the first one that knows dependency groups; setuptools 77 the first one that knows our licence field.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) pip install --upgrade 'pip>=25.1' 'setuptools>=77'
+	$(RUN) pip install '$(TORCH)'
+	$(RUN) pip install --editable '.[server,demo]' --group dev
+	touch $@
