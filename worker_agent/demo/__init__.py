@@ -4,9 +4,9 @@ It is a complete engine in miniature: continuous batching, chunked prefill, a KV
 spread over the ranks, so that tokens travel through a collective in every layer. A rank that leaves a step out
 hangs this group as it would hang a large one.
 
-Reading order: `model` (the decoder), `engine` (the loop around it), `wire` (requests and results), `rank` (one process);
-then the replay: `trace` (a real one), `fleet` (the processes), `replay` (requests in time), `display` (what is seen
-meanwhile), `report` (the figures), `run` (all of it), `cli` (the command).
+Reading order: `model` (the decoder), `engine` (the loop around it), `wire` (requests and results), `rank` (one
+process); then the replay: `trace` (a real one), `fleet` (the processes), `replay` (requests in time), `display` (what
+is seen meanwhile), `report` (the figures), `run` (all of it), `cli` (the command).
 """
 
 import warnings

@@ -47,7 +47,9 @@ class Logs:
 @click.command()
 @click.option("--config", type=click.Path(path_type=Path), help="The coordinator's YAML; by default a packaged one.")
 @click.option(
-    "--trace", type=click.Path(path_type=Path), help="A CSV of the Azure LLM inference traces; by default an excerpt."
+    "--trace",
+    type=click.Path(path_type=Path),
+    help=f"A CSV of the Azure LLM inference traces; by default {NEARBY_TRACE} or, without it, a packaged excerpt.",
 )
 @click.option(
     "--requests", type=click.IntRange(1, REQUESTS_MAX), default=REQUESTS, show_default=True, help="How many to send."

@@ -26,7 +26,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import FrameType
 from urllib.parse import urlsplit
 
 import msgspec
@@ -47,7 +46,9 @@ log = logging.getLogger(__name__)
 STOP_WAIT_S = 2.0
 """From the wish to stop until the process ends, whatever its threads do."""
 
-PARENT_CHECK_S = 0.5
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+PARENT_CHECK_S = 0.2
 """How often we look for our parent, for the case that it died before it could be watched."""
 
 READY_SLICE_S = 0.5
@@ -118,21 +119,26 @@ class RankProcess:
     """Everything that one rank of the demo consists of."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.stop = threading.Event()
+        self._stop = threading.Event()
         self._options = options
         self._exit_status = 1  # until the engine's thread has ended as it should
         self._ended = threading.Event()
         self._group: ExpertGroup | None = None
 
     def run(self) -> int:
-        """Serve until `stop` is set or the rank fails, and return the exit status."""
+        """Serve until a signal asks to stop or the rank fails, and return the exit status.
+
+        Signals are blocked and taken by this thread when it waits for them: a handler would run in the middle of
+        anything, also while this thread holds the lock of the very event that it sets.
+        """
         thread = threading.Thread(target=self._serve, name="demo-engine", daemon=True)
         thread.start()
         parent = self._options.parent
-        while not self.stop.wait(PARENT_CHECK_S) and not self._ended.is_set():
+        while signal.sigtimedwait(STOP_SIGNALS, PARENT_CHECK_S) is None and not self._ended.is_set():
             if parent is not None and os.getppid() != parent:
                 log.warning("rank %d: process %d, which started us, is gone", self._options.rank, parent)
-                self.stop.set()
+                break
+        self._stop.set()
         if not self._ended.is_set():
             event("stopping", rank=self._options.rank)
         if not self._ended.wait(STOP_WAIT_S):
@@ -175,7 +181,7 @@ class RankProcess:
             server.start(engine.submit)
             if self._wait_ready(agent):
                 event("ready", rank=options.rank, serve=server.endpoint, pid=os.getpid())
-            engine.run(self.stop)
+            engine.run(self._stop)
         finally:
             agent.close()
             server.close()
@@ -205,7 +211,7 @@ class RankProcess:
     def _wait_ready(self, agent: RankAgent) -> bool:
         """Wait for the group; False if we were stopped before."""
         left_s = self._options.ready_timeout_s
-        while not self.stop.is_set():
+        while not self._stop.is_set():
             try:
                 agent.wait_ready(min(READY_SLICE_S, left_s))
                 return True
@@ -273,16 +279,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     torch.set_num_threads(1)  # several ranks share this machine
-    process = RankProcess(options)
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        process.stop.set()
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # before any thread, so that all of them inherit it
     if options.parent is not None:
         die_with_parent(options.parent)
-    return process.run()
+    return RankProcess(options).run()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,22 @@ class Router(Protocol):
         ...
 
 
+class Client(Protocol):
+    """What a replay needs of a `RankClient`."""
+
+    def submit(self, request: GenerateRequest) -> bool:
+        """Send a request; False if the rank takes nothing any more."""
+        ...
+
+    def receive(self, timeout_ms: int) -> GenerateResult | None:
+        """Return the next result, or None if none comes in time."""
+        ...
+
+    def close(self) -> None:
+        """Close at once."""
+        ...
+
+
 class Job(msgspec.Struct, frozen=True):
     """One request to send to `deployment`, `due_s` after the replay has begun."""
 
@@ -108,7 +124,7 @@ class Replay:
         jobs: Sequence[Job],
         routers: Mapping[str, Router],
         *,
-        connect: Callable[[str], RankClient] = RankClient,
+        connect: Callable[[str], Client] = RankClient,
         deadline_s: float = REQUEST_DEADLINE_S,
     ) -> None:
         self.tallies = {name: Tally() for name in routers}
@@ -121,7 +137,7 @@ class Replay:
         self._routers = routers
         self._connect = connect
         self._deadline_s = deadline_s
-        self._clients: dict[str, RankClient] = {}
+        self._clients: dict[str, Client] = {}
         self._out: dict[str, _Out] = {}
         self._news: deque[str] = deque()
         self._stop_reason = ""
@@ -145,7 +161,9 @@ class Replay:
         return lines
 
     def stop(self, reason: str, timeout_s: float) -> None:
-        """Send nothing more and give up what is out, as lost for this reason. Waits for the thread."""
+        """Send nothing more and give up what is out, as lost for this reason. Waits for the thread; may be called
+        twice.
+        """
         self._stop_reason = reason
         self._thread.join(timeout_s)
 
@@ -202,7 +220,7 @@ class Replay:
             time.sleep(max(0.0, min(left_s, IDLE_S_MAX)))
 
     @staticmethod
-    def _drain(client: RankClient) -> list[GenerateResult]:
+    def _drain(client: Client) -> list[GenerateResult]:
         results = []
         while (result := client.receive(0)) is not None:
             results.append(result)

@@ -20,8 +20,8 @@ from .replay import Outcome
 from .trace import CONTEXT_TOKENS_PER_TOKEN, GENERATED_TOKENS_PER_TOKEN, Slice
 
 FOOTNOTES = (
-    "Group operations are exchanges of rows. Process groups are those made for them;",
-    "the experts' tokens travel in one of the engine's own, which is not counted.",
+    "Group operations are exchanges of rows; process groups are those made for them,",
+    "counted on each rank. The experts' tokens travel in one of the engine's own.",
     "Exchange times include the wait for the slowest rank: p50 of the middle rank,",
     "p99 of the worst.",
 )

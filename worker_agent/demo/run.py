@@ -168,16 +168,11 @@ class _Run:
     def _replay(self, replay: Replay, watch: StatusWatch) -> None:
         """Run the replay to its end, or until a process ends."""
         replay.start()
-        try:
-            while not replay.finished:
-                self._interrupts.check()
-                self._fleet.raise_if_ended()
-                self._show("replaying", replay, watch)
-                time.sleep(TURN_S)
-        except ChildEndedError as error:
-            self._failure = str(error)
-            self._display.say(self._failure)
-            replay.stop("the demo ended before", REPLAY_STOP_S)
+        while not replay.finished and not self._something_ended():
+            self._interrupts.check()
+            self._show("replaying", replay, watch)
+            time.sleep(TURN_S)
+        replay.stop("the demo ended before", REPLAY_STOP_S)
         replay.raise_failure()
         self._show("all answered", replay, watch)
 
@@ -186,13 +181,23 @@ class _Run:
         until_s = time.monotonic() + REST_S
         while True:
             views = watch.read()
-            if self._failure or (views and all(view.at_rest for view in views.values())):
+            if self._something_ended() or (views and all(view.at_rest for view in views.values())):
                 return views or {}
             if time.monotonic() > until_s:
                 self._failure = f"the deployments were not at rest {REST_S:g} s after the last answer"
             self._interrupts.check()
             self._show("waiting for the last wave to end", replay, watch)
             time.sleep(TURN_S)
+
+    def _something_ended(self) -> bool:
+        """Whether the run has failed; a process that has ended is such a failure."""
+        if not self._failure:
+            try:
+                self._fleet.raise_if_ended()
+            except ChildEndedError as error:
+                self._failure = str(error)
+                self._display.say(self._failure)
+        return bool(self._failure)
 
     def _show(self, stage: str, replay: Replay, watch: StatusWatch) -> None:
         for line in replay.news():
