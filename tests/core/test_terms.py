@@ -1,0 +1,112 @@
+"""Stories of a new term: a coordinator that knows nothing takes everything from the ranks, and breaks nothing."""
+
+import pytest
+
+from wavekeeper.coordinator.core import Effect
+from wavekeeper.proto import messages as m
+from wavekeeper.proto.messages import Mode, Phase
+
+from .cluster import formed_cluster
+from .stories import Stage, moe, sent
+
+
+def returning(stage: Stage, places: list[tuple[Mode, int]], *, has_work: bool = False) -> list[Effect]:
+    """All ranks register at a coordinator that knows nothing, from these places."""
+    effects: list[Effect] = []
+    for rank, (mode, wave) in zip(stage.ranks, places, strict=True):
+        rank.register["group"] = "g"
+        rank.move(mode=mode, wave=wave, term=1, epoch=4, applied=9, has_work=has_work)
+        effects += stage.tell(rank.registers())
+    return effects
+
+
+ADOPTED = {
+    "all idle: nothing is started": ([(Mode.IDLE, 3), (Mode.IDLE, 3)], (Phase.IDLE, 4, 3), None),
+    "all run: the start is repeated, which moves nobody": (
+        [(Mode.RUNNING, 3), (Mode.RUNNING, 3)],
+        (Phase.STARTING, 4, 3),
+        3,
+    ),
+    "one runs, the other never heard the start": ([(Mode.IDLE, 3), (Mode.RUNNING, 3)], (Phase.STARTING, 4, 3), 3),
+    "one has ended, the other reads the last exchange": ([(Mode.IDLE, 4), (Mode.RUNNING, 3)], (Phase.IDLE, 4, 4), None),
+    "one runs the next already": ([(Mode.RUNNING, 4), (Mode.RUNNING, 3)], (Phase.STARTING, 4, 4), 4),
+}
+
+
+@pytest.mark.parametrize("places, expected, started", ADOPTED.values(), ids=ADOPTED)
+def test_a_new_coordinator_takes_the_wave_from_the_ranks(
+    places: list[tuple[Mode, int]], expected: tuple[Phase, int, int], started: int | None
+) -> None:
+    """DESIGN.md section 9: the wave is the highest reported; who has not begun it is started into it."""
+    stage = Stage(moe(2), term=2)
+    effects = returning(stage, places)
+
+    assert stage.place == expected
+    assert [(s.wave, s.seq, s.term) for s in sent(effects, m.Start)] == (
+        [] if started is None else [(started, 1, 2)] * 2
+    )
+    assert not sent(effects, m.Form), "nobody builds anything anew"
+
+
+def test_what_a_rank_has_applied_in_an_older_term_acknowledges_nothing_in_this_one() -> None:
+    """An engine goes on stepping between its registration and the welcome; what it says then is of the old term."""
+    stage = Stage(moe(2), term=2)
+    returning(stage, [(Mode.RUNNING, 3), (Mode.RUNNING, 3)])
+    stage.tell(*(rank.says(m.Heartbeat) for rank in stage.ranks))
+    assert stage.is_in(Phase.STARTING), "both have applied 9 commands of term 1"
+
+    stage.tell(*(rank.move(term=2, applied=1).says(m.Heartbeat) for rank in stage.ranks))
+    assert stage.is_in(Phase.RUNNING)
+
+
+def test_a_start_that_was_asked_for_while_nobody_led_is_served_by_the_next_coordinator() -> None:
+    stage = Stage(moe(2), term=2)
+    effects = returning(stage, [(Mode.IDLE, 3), (Mode.IDLE, 3)], has_work=True)
+
+    assert [(start.rank, start.wave) for start in sent(effects, m.Start)] == [(0, 3), (1, 3)]
+
+
+def test_a_wave_number_of_another_epoch_says_nothing_about_this_one() -> None:
+    stage = Stage(moe(2))
+    stage.form()
+    stage.run()
+    stage.tell(stage.ranks[0].move(epoch=0, wave=9).says(m.Heartbeat))
+    assert stage.place == (Phase.RUNNING, 1, 0)
+
+
+def test_ranks_of_different_groups_are_formed_anew_above_every_epoch_and_wave_that_they_know() -> None:
+    stage = Stage(moe(2), term=2)
+    for rank, epoch, wave in zip(stage.ranks, (4, 6), (9, 2), strict=True):
+        rank.register["group"] = f"group-{epoch}"
+        rank.move(mode=Mode.IDLE, term=1, epoch=epoch, wave=wave)
+        effects = stage.tell(rank.registers())
+
+    assert {(form.epoch, form.wave) for form in sent(effects, m.Form)} == {(7, 9)}
+
+
+def test_a_coordinator_that_dies_in_a_wave_does_not_disturb_it() -> None:
+    """Invariant 9, and DESIGN.md section 9: starts wait, nobody restarts, nothing is lost."""
+    cluster = formed_cluster(3)
+    cluster.request(1, steps=5)
+    cluster.flow()
+    cluster.crash()
+    cluster.turn_all()
+    assert cluster.engines[1].done == 5 and cluster.waves() == [(Mode.IDLE, 1)] * 3
+
+    cluster.request(0)
+    cluster.pass_time(1_000)
+    assert cluster.engines[0].done == 0, "a rank never starts a wave by itself"
+    cluster.restart()
+    cluster.pass_time(1_000)
+    assert cluster.engines[0].done == 1
+    assert cluster.waves() == [(Mode.IDLE, 2)] * 3
+    assert {engine.core.stepper.epoch for engine in cluster.engines} == {1}
+
+
+def test_a_term_that_a_rank_has_seen_and_we_have_not_is_outgrown() -> None:
+    stage = Stage(moe(2))
+    stage.form()
+    stage.tell(stage.ranks[0].move(term=5).says(m.Heartbeat))
+
+    assert stage.fleet.term == 6
+    assert stage.place == (Phase.GATHERING, 0, 0), "all register again with what they know"
