@@ -23,9 +23,9 @@ while True:
         break
     if plan.runs_forward:
         with agent.forward(plan) as context:
-            # your model: a real batch or, where this rank has none, a dummy of context.num_tokens tokens
+            # your model: a real batch or, if this rank has none, a dummy of context.num_tokens tokens
             assert sum(context.num_tokens_across_dp) >= context.num_tokens
         batches_left -= agent.role(plan) is Role.REAL
 counters = agent.counters
 agent.close()
-print(f"rank {rank}: {counters.steps} steps, {counters.dummy_steps} of them dummies, {counters.group_operations} exchanges")
+print(f"rank {rank}: {counters.steps} steps ({counters.dummy_steps} dummies), {counters.group_operations} exchanges")

@@ -1,5 +1,5 @@
 """The wire contract; imports nothing of ours, and of others only msgspec.
 
-Reading order: `PROTOCOL.md` (the contract in words), `messages`, `codec` (bytes <-> messages), `rows` (the 64-byte row), `endpoints`,
-`errors`, `document` (prints the tables of PROTOCOL.md), `vectors/` (golden bytes).
+Reading order: `PROTOCOL.md` (the contract in words), `messages`, `codec` (bytes <-> messages), `rows` (the 64-byte
+row), `endpoints`, `errors`, `document` (prints the tables of PROTOCOL.md), `vectors/` (golden bytes).
 """

@@ -16,10 +16,9 @@ from .messages import Message, WireMessage
 PROTOCOL_VERSION = 1
 HEADER = b"WK" + bytes([PROTOCOL_VERSION])
 
-FRAME_BYTES_MAX = 1 << 20
-"""Largest body: a snapshot of 4,096 ranks needs about half of it. Sockets set it as MAXMSGSIZE, so more never
-reaches memory.
-"""
+FRAME_BYTES_MAX = 4 << 20
+"""Largest body: the members of a group, or the snapshot, of 4,096 ranks with the longest texts that they may have.
+Sockets set it as MAXMSGSIZE, so more never reaches memory."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(WireMessage)

@@ -18,7 +18,9 @@ from msgspec import Meta
 DP_SIZE_MAX = 4096
 
 Rank = Annotated[int, Meta(ge=0, lt=DP_SIZE_MAX, description="global DP rank; local rank and node are attributes")]
-Term = Annotated[int, Meta(ge=0, lt=1 << 62, description="leadership number of the coordinator; grows with each leader or restart")]
+Term = Annotated[
+    int, Meta(ge=0, lt=1 << 53, description="leadership number of the coordinator; grows with each leader or restart")
+]
 Epoch = Annotated[int, Meta(ge=0, lt=1 << 31, description="topology version of a deployment; 0 = no group yet")]
 Wave = Annotated[int, Meta(ge=0, lt=1 << 31, description="count of running -> idle cycles; never goes back")]
 Step = Annotated[int, Meta(ge=0, lt=1 << 31, description="lockstep step within a wave, from 1; 0 = none yet")]
@@ -28,8 +30,16 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$(
 Incarnation = Annotated[
     str, Meta(pattern=r"^[0-9a-f]{16}$(?!\n)", description="random id of one life of a rank's process")
 ]
-Text = Annotated[str, Meta(max_length=4096)]
-Setting = str | int | float | bool | None
+TEXT_MAX = 2048
+Text = Annotated[str, Meta(max_length=TEXT_MAX)]
+Address = Annotated[str, Meta(max_length=256)]
+Word = Annotated[str, Meta(max_length=64)]
+Setting = Annotated[str, Meta(max_length=1024)] | int | float | bool | None
+
+
+def cut(text: str) -> str:
+    """`text`, short enough for a `Text`: a reason that is too long must not make a message that nobody can read."""
+    return text if len(text) <= TEXT_MAX else text[: TEXT_MAX - 4] + " ..."
 
 
 class Kind(StrEnum):
@@ -128,8 +138,8 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
 
     rank: Rank
     incarnation: Incarnation
-    host: str
-    rendezvous: str = ""
+    host: Address
+    rendezvous: Address = ""
     """`tcp://host:port`, where this rank listens for a process group's store; bound before it was said."""
 
 
@@ -193,16 +203,16 @@ class Register(FromRank, frozen=True, kw_only=True):
     dp_size: Annotated[int, Meta(ge=1, le=DP_SIZE_MAX)]
     group: str = ""
     """Token of the group that this rank's exchange belongs to; empty when it has none."""
-    settings: dict[str, Setting] = {}
+    settings: Annotated[dict[Word, Setting], Meta(max_length=256)] = {}
     """Everything else that changes what the group does: graph buckets, thresholds, row layout, versions."""
-    host: str = ""
+    host: Address = ""
     """Identity of the machine: ranks with the same text share memory."""
-    rendezvous: str = ""
-    exchanges: list[str] = []
+    rendezvous: Address = ""
+    exchanges: Annotated[list[Word], Meta(max_length=16)] = []
     """Exchanges that this rank could use, best first."""
-    serve: str = ""
+    serve: Address = ""
     """Where front-ends send requests; opaque to the coordinator."""
-    attributes: dict[str, str] = {}
+    attributes: Annotated[dict[Word, Address], Meta(max_length=32)] = {}
     """For display: node, local rank, pid, engine, device."""
 
 

@@ -105,6 +105,11 @@ class Row(msgspec.Struct, frozen=True):
     """False: takes part in the exchange but may not run the model now (asleep, weights not mapped)."""
     engine: tuple[int, int] = (0, 0)
 
+    @property
+    def holds_work(self) -> bool:
+        """Whether a wave may not end over this row: tokens are work, whether its owner says so or not."""
+        return self.has_work or (self.num_tokens > 0 and not self.dummy)
+
 
 DUMMY = Row(dummy=True, graph_mode=GraphMode.FULL, can_run_graph=True, wants_microbatch=True)
 """The row of a rank without a batch: it vetoes nothing and counts for nothing."""
@@ -217,18 +222,24 @@ _GRAPH_MODES = {mode.value: mode for mode in GraphMode}
 
 def _plausible(row: Row) -> bool:
     """Whether every count is one; floats and booleans in a count's place are not."""
+    uniform = row.uniform_token_count
+    counts = (
+        row.num_tokens,
+        row.num_tokens_padded,
+        row.num_reqs,
+        row.max_query_len,
+        row.num_tokens_for_logprob,
+        row.forward_mode,
+        row.substeps,
+        0 if uniform is None else uniform,
+    )
     return (
-        type(row.num_tokens) is int
-        and type(row.num_tokens_padded) is int
-        and row.num_tokens >= 0
+        all(type(count) is int for count in counts)
+        and min(counts) >= 0
         and (row.num_tokens_padded == 0 or row.num_tokens_padded >= row.num_tokens)
-        and row.num_tokens_padded >= 0
-        and row.num_reqs >= 0
-        and row.max_query_len >= 0
-        and row.num_tokens_for_logprob >= 0
-        and 0 <= row.forward_mode <= UINT16_MAX
-        and 0 <= row.substeps <= UINT16_MAX
-        and (row.uniform_token_count is None or row.uniform_token_count >= 0)
+        and max(row.forward_mode, row.substeps) <= UINT16_MAX
+        and row.graph_mode in _GRAPH_MODES
+        and len(row.engine) == 2
     )
 
 

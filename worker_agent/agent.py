@@ -263,6 +263,7 @@ class RankAgent:
         """
         if not self.kind.lockstep:
             return self._step_alone(row)
+        skipped: LocalProtocolError | None = None
         with self._driver.changed:
             self._raise_if_over()
             self._raise_if_lost()
@@ -270,7 +271,13 @@ class RankAgent:
                 if row.has_work:
                     self._driver.perform(self._core.work_arrived())
                 return IDLE_PLAN
-            row, position = self._core.begin(row)
+            try:
+                row, position = self._core.begin(row)
+            except LocalProtocolError as error:
+                skipped = error
+        if skipped is not None:
+            self._fail_step()  # the others wait in the sub-steps that this rank left out
+            raise skipped
         return self._exchange(row, position)
 
     def substep(self, row: Row = DUMMY) -> Plan:
@@ -301,6 +308,15 @@ class RankAgent:
     def report_load(self, load: Load) -> None:
         """Tell the coordinator this rank's queue. Cheap: sent at most every 50 ms, and only when it has changed."""
         self._driver.report_load(load)
+
+    @contextmanager
+    def busy(self, at_most_s: float) -> Iterator[None]:
+        """Announce a long operation (compiling, capturing graphs, loading weights): deadlines wait for it so long."""
+        self._driver.announce_busy(round(at_most_s * 1000))
+        try:
+            yield
+        finally:
+            self._driver.announce_busy(0)
 
     @property
     def counters(self) -> Counters:
@@ -384,7 +400,7 @@ class RankAgent:
             with self._driver.changed:
                 if not self.kind.lockstep or not self._core.stepper.running or self._core.closed:
                     return False
-                row, position = self._core.begin(_FAILED_ROW)
+                row, position = self._core.begin_failure(_FAILED_ROW)
             self._exchange(row, position)
         except (AgentError, RemoteProtocolError):
             pass  # the group knows, or there is none any more; the caller's own error says why

@@ -19,6 +19,7 @@ from .events import (
     Build,
     BuildFailed,
     Built,
+    BusyUntil,
     Closing,
     Effect,
     Event,
@@ -75,6 +76,10 @@ class Control:
     def report_load(self, load: Load) -> None:
         """The engine's queue has changed. Any thread."""
         self.event(LoadChanged(load))
+
+    def announce_busy(self, busy_ms: int) -> None:
+        """The engine begins a long operation, or, with 0, has ended it. Any thread."""
+        self.event(BusyUntil(monotonic_ms() + busy_ms if busy_ms else 0))
 
     def close(self, reason: str) -> None:
         """Say goodbye and stop, within a few seconds at most."""
@@ -144,19 +149,19 @@ class Control:
 
     def _form(self, build: Build) -> None:
         """On the builder's thread: build, try, hand over."""
-        epoch = build.form.epoch
+        epoch, group = build.form.epoch, build.form.group
         try:
             exchange = self._builder.build(build.form, self.core.timing.form_timeout_ms)
         except ExchangeError as error:
-            self.event(BuildFailed(epoch, str(error)))
+            self.event(BuildFailed(group, str(error)))
             return
         except Exception as error:  # whatever a transport raises must not leave the others waiting without a word
             log.exception("the exchange of epoch %d could not be built", epoch)
-            self.event(BuildFailed(epoch, f"{type(error).__name__}: {error}"))
+            self.event(BuildFailed(group, f"{type(error).__name__}: {error}"))
             return
         with self.changed:
-            effects = self.core.handle(Built(epoch, exchange.name, exchange.process_groups), monotonic_ms())
-            wanted = self.core.stepper.epoch == epoch and bool(self.core.exchange) and not self.core.closed
+            effects = self.core.handle(Built(group, exchange.name, exchange.process_groups), monotonic_ms())
+            wanted = self.core.group == group and not self.core.closed
             if wanted:
                 self.exchange = exchange
             self.perform(effects)

@@ -41,12 +41,14 @@ from ..proto.messages import (
     ToRank,
     WaveComplete,
     Welcome,
+    cut,
 )
 from ..proto.rows import Position, Row
 from .events import (
     Build,
     BuildFailed,
     Built,
+    BusyUntil,
     Closing,
     Effect,
     Event,
@@ -67,6 +69,7 @@ REGISTER_MS = 200
 REGISTER_MS_MAX = 1_000
 """Bounded, so that a returning coordinator is found within about a second."""
 LOAD_INTERVAL_MS = 50
+NEVER_MS = 1 << 62
 PENDING_MAX = 64
 """Commands kept until an earlier one has been applied; the coordinator sends again what does not fit."""
 
@@ -105,6 +108,7 @@ class RankCore:
         self._register_ms = now_ms
         self._register_pause_ms = REGISTER_MS
         self._heartbeat_ms = now_ms
+        self._busy_until_ms = 0
         self._load_dirty = False
         self._load_sent_ms = now_ms - LOAD_INTERVAL_MS
         self._out: list[Effect] = []
@@ -118,19 +122,22 @@ class RankCore:
                 self._message(message, now_ms)
             case Received():
                 self.dropped["misdirected"] += 1
+            case BusyUntil(until_ms=until_ms):
+                self._busy_until_ms = until_ms
+                self._heartbeat_ms = now_ms
             case LoadChanged(load=load):
                 self._load_dirty = self._load_dirty or load != self.load
                 self.load = load
             case Built():
                 self._built(event)
-            case BuildFailed() if event.epoch == self.stepper.epoch and self.mode is Mode.FORMING:
+            case BuildFailed() if self._is_awaited(event.group):
                 self.build_failed = event.reason
-                self._send(FormFailed, reason=event.reason[:4096])
+                self._send(FormFailed, reason=cut(event.reason))
             case BuildFailed() | Tick():
-                pass  # a failure of an epoch that is over means nothing; time is looked at below
+                pass  # a failure of a group that is over means nothing; time is looked at below
             case Closing():
                 self.closed = True
-                self._send(Leave, reason=event.reason, counters=self.stepper.counters())
+                self._send(Leave, reason=cut(event.reason), counters=self.stepper.counters())
                 self._out += [Interrupt(), Wake()]
         self._on_time(now_ms)
         return self._flush()
@@ -138,9 +145,9 @@ class RankCore:
     def next_deadline_ms(self) -> int:
         """When a `Tick` must come at the latest."""
         if self.closed:
-            return 1 << 62
+            return NEVER_MS
         if not self.registered:
-            return self._register_ms
+            return self._register_ms if self.refused is None or self.refused.retry else NEVER_MS
         if self._load_dirty:
             return min(self._heartbeat_ms, self._load_sent_ms + LOAD_INTERVAL_MS)
         return self._heartbeat_ms
@@ -155,6 +162,10 @@ class RankCore:
     def begin(self, row: Row) -> tuple[Row, Position]:
         """Begin a step of the running wave."""
         return self.stepper.begin(row)
+
+    def begin_failure(self, row: Row) -> tuple[Row, Position]:
+        """Begin whatever exchange the others wait in, to tell them that this rank cannot go on."""
+        return self.stepper.begin_failure(row)
 
     def work_arrived(self) -> list[Effect]:
         """A request has been queued at this rank: if no wave runs, ask for one."""
@@ -230,6 +241,8 @@ class RankCore:
     def _message(self, message: ToRank, now_ms: int) -> None:
         if message.term < self.term:
             self.dropped["stale_term"] += 1
+            if isinstance(message, RegisterAgain):  # a coordinator behind our term: only our registration can tell it
+                self._register_again(now_ms)
             return
         self.heard_ms = now_ms
         match message:
@@ -282,7 +295,7 @@ class RankCore:
         elif command.seq <= self.applied:
             self.dropped["repeated"] += 1
             self._heartbeat_ms = now_ms  # our acknowledgement was lost: say it again
-        elif len(self._pending) < PENDING_MAX:
+        elif len(self._pending) < PENDING_MAX or command.seq == self.applied + 1:
             self._pending[command.seq] = command
             self._apply_pending()
 
@@ -330,7 +343,7 @@ class RankCore:
             self._build_waits = True
 
     def _apply_fault(self, fault: Fault) -> None:
-        if fault.epoch != self.stepper.epoch or self.mode in (Mode.JOINING, Mode.HALTED):
+        if fault.epoch < self.stepper.epoch or self.mode in (Mode.JOINING, Mode.HALTED):
             self._heartbeat_ms = 0  # nothing to leave, but the acknowledgement is waited for
         elif self.stepper.running:
             self._lose(fault.lost, fault.reason)
@@ -351,7 +364,7 @@ class RankCore:
         self.stepper.leave()
         self.mode, self.group = Mode.HALTED, ""
         self._out += [Interrupt(), Note(f"halted: {reason}"), Wake()]
-        self._send(Halted, reason=reason[:4096], lost=lost)
+        self._send(Halted, reason=cut(reason), lost=lost)
         if self._build_waits:
             self._build_waits = False
             self._build()
@@ -366,15 +379,19 @@ class RankCore:
         self._out.append(Build(form))
         self._heartbeat_ms = 0
 
+    def _is_awaited(self, group: str) -> bool:
+        """Whether this is the group that is being built now. Its token says so: terms may form equal epochs."""
+        return self.mode is Mode.FORMING and self._form is not None and self._form.group == group
+
     def _built(self, event: Built) -> None:
-        if self._form is None or event.epoch != self._form.epoch or self.mode is not Mode.FORMING:
+        if self._form is None or not self._is_awaited(event.group):
             self.dropped["late_build"] += 1  # the shell gives that exchange up
             return
         self.mode, self.group, self.exchange = Mode.IDLE, self._form.group, event.exchange
         self.stepper.process_groups += event.process_groups
         self.stepper.preflights += 1
         self._send(Formed, exchange=event.exchange)
-        self._out += [Note(f"epoch {event.epoch} is formed over {event.exchange}"), Wake()]
+        self._out += [Note(f"epoch {self.stepper.epoch} is formed over {event.exchange}"), Wake()]
         self._apply_pending()
 
     # --- sending
@@ -393,6 +410,7 @@ class RankCore:
                 Heartbeat,
                 activity=self.activity,
                 age_ms=max(0, now_ms - self.activity_since_ms),
+                busy_ms=max(0, self._busy_until_ms - now_ms),
                 counters=self.stepper.counters(),
             )
         if self._load_dirty and now_ms >= self._load_sent_ms + LOAD_INTERVAL_MS:
@@ -400,19 +418,7 @@ class RankCore:
             self._send(LoadReport, load=self.load)
 
     def _register(self, now_ms: int) -> None:
-        me = self.identity
-        self._send(
-            Register,
-            kind=me.kind,
-            dp_size=me.dp_size,
-            group=self.group,
-            settings=me.settings,
-            host=me.host,
-            rendezvous=me.rendezvous,
-            exchanges=list(me.exchanges),
-            serve=me.serve,
-            attributes=me.attributes,
-        )
+        self._send(Register, group=self.group, **self.identity.of_registration())
         self._load_dirty = True  # a new term has not heard it yet
         self._schedule_register(now_ms)
 

@@ -1,5 +1,7 @@
 """What can happen to a rank's core, and what it can ask for; the counterpart of `coordinator/core/events.py`."""
 
+from typing import Any
+
 import msgspec
 
 from ..proto.messages import Form, FromRank, Kind, Load, Message, Setting
@@ -20,6 +22,19 @@ class Identity(msgspec.Struct, frozen=True):
     serve: str = ""
     attributes: dict[str, str] = {}
 
+    def of_registration(self) -> dict[str, Any]:
+        """Fields of `Register` that stay the same for a whole life."""
+        return {
+            "kind": self.kind,
+            "dp_size": self.dp_size,
+            "settings": self.settings,
+            "host": self.host,
+            "rendezvous": self.rendezvous,
+            "exchanges": list(self.exchanges),
+            "serve": self.serve,
+            "attributes": self.attributes,
+        }
+
 
 class Received(msgspec.Struct, frozen=True):
     """A message of the coordinator."""
@@ -37,18 +52,24 @@ class LoadChanged(msgspec.Struct, frozen=True):
     load: Load
 
 
-class Built(msgspec.Struct, frozen=True):
-    """The exchange of `epoch` stands and its pre-flight exchange has passed."""
+class BusyUntil(msgspec.Struct, frozen=True):
+    """The engine has announced a long operation; 0 ends it."""
 
-    epoch: int
+    until_ms: int
+
+
+class Built(msgspec.Struct, frozen=True):
+    """The exchange of this group stands and its pre-flight exchange has passed."""
+
+    group: str
     exchange: str
     process_groups: int
 
 
 class BuildFailed(msgspec.Struct, frozen=True):
-    """The exchange of `epoch` could not be built."""
+    """The exchange of this group could not be built."""
 
-    epoch: int
+    group: str
     reason: str
 
 
@@ -58,7 +79,7 @@ class Closing(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = Received | Tick | LoadChanged | Built | BuildFailed | Closing
+Event = Received | Tick | LoadChanged | BusyUntil | Built | BuildFailed | Closing
 
 
 class Send(msgspec.Struct, frozen=True):

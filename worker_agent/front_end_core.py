@@ -123,7 +123,7 @@ class FrontEndCore:
 
     def next_deadline_ms(self, now_ms: int) -> int:
         """When a `Tick` must come at the latest."""
-        return self._attach_ms if not self._synced else max(now_ms + 1, self.heard_ms + SILENT_MS)
+        return self._attach_ms if not self._synced else max(self._attach_ms, self.heard_ms + SILENT_MS)
 
     # --- the door of whoever sends requests --------------------------------------------------------------------------
 
@@ -159,6 +159,7 @@ class FrontEndCore:
         self.in_flight[key] -= 1
         if self.in_flight[key] <= 0:
             del self.in_flight[key]
+            self._unseen.pop(key, None)
 
     def leave(self) -> list[Effect]:
         """This front-end stops."""
@@ -189,14 +190,14 @@ class FrontEndCore:
         if snapshot.term == self.term and snapshot.seq < self.seq:
             self.dropped["stale"] += 1
             return
-        for rank in snapshot.state.ranks:
-            self._seen(rank)
+        self._seen(snapshot.state.ranks)
         self.term, self.seq, self.state = snapshot.term, snapshot.seq, snapshot.state
         self.kind = snapshot.state.kind
         self._synced = True
         kept, self._kept = list(self._kept), deque(maxlen=UPDATES_KEPT_MAX)
         for update in kept:
-            self._update(update)
+            if update.term == self.term:
+                self._update(update)
         self._out.append(Changed())
 
     def _update(self, update: Update) -> None:
@@ -211,8 +212,7 @@ class FrontEndCore:
             self.dropped["stale"] += 1
         else:
             changed = {rank.rank: rank for rank in update.ranks}
-            for rank in update.ranks:
-                self._seen(rank)
+            self._seen(update.ranks)
             self.state = msgspec.structs.replace(
                 self.state,
                 phase=update.phase,
@@ -229,19 +229,19 @@ class FrontEndCore:
             self._synced = False
             self._say(GetSnapshot(front_end=self.front_end, deployment=self.deployment))
 
-    def _seen(self, rank: RankState) -> None:
+    def _seen(self, ranks: list[RankState]) -> None:
         """A newer report of a rank has in it what was sent to that rank before."""
-        known = self._known(rank.rank)
-        if known is None or (known.incarnation, known.load_number) != (rank.incarnation, rank.load_number):
-            self._unseen.pop((rank.rank, rank.incarnation), None)
-
-    def _known(self, rank: int) -> RankState | None:
-        return next((r for r in self.state.ranks if r.rank == rank), None) if self.state is not None else None
+        known = {rank.rank: rank for rank in self.state.ranks} if self.state is not None else {}
+        for rank in ranks:
+            before = known.get(rank.rank)
+            if before is None or (before.incarnation, before.load_number) != (rank.incarnation, rank.load_number):
+                self._unseen.pop((rank.rank, rank.incarnation), None)
 
     def _score(self, rank: RankState) -> float:
         key = rank.rank, rank.incarnation
         reported = rank.load.running + rank.load.waiting
-        queue = max(reported + self._unseen[key], self.in_flight[key])
+        # What was sent since the last report, as far as it is still out: a rank may have no reason to report.
+        queue = max(reported + min(self._unseen[key], self.in_flight[key]), self.in_flight[key])
         pressure = max(0.0, rank.load.kv_cache_usage - KV_PRESSURE_FROM)
         return queue + (1 + rank.load.waiting) * 4 * pressure
 

@@ -50,6 +50,10 @@ class OfflineCore:
             self.mode = Mode.RUNNING
         return self.stepper.begin(row)
 
+    def begin_failure(self, row: Row) -> tuple[Row, Position]:
+        """Begin whatever exchange the others wait in, to tell them that this rank cannot go on."""
+        return self.stepper.begin_failure(row)
+
     def work_arrived(self) -> list[Effect]:
         """A request has been queued."""
         self.stepper.work_arrived()
@@ -93,6 +97,9 @@ class OfflineDriver:
             self.changed.notify_all()
 
     def report_load(self, load: Load) -> None:
+        """Nobody listens."""
+
+    def announce_busy(self, busy_ms: int) -> None:
         """Nobody listens."""
 
     def close(self, reason: str) -> None:

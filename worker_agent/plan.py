@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from ..proto.messages import Setting
-from ..proto.rows import ROW_LAYOUT, GraphMode, Position, Row
+from ..proto.rows import ROW_LAYOUT, GraphMode, Operation, Position, Row
 
 
 class Outcome(StrEnum):
@@ -41,6 +41,16 @@ class PlanSettings(msgspec.Struct, frozen=True):
     """Least tokens of each real batch for splitting into two micro-batches; 0 = never split."""
     dummy_tokens: int = 1
     """Tokens of a dummy batch in eager mode: the smallest legal batch."""
+
+    def __post_init__(self) -> None:
+        buckets = self.graph_buckets
+        if any(size < 1 for size in buckets) or sorted(set(buckets)) != list(buckets):
+            raise ValueError(f"graph_buckets must be ascending counts of at least 1, got {buckets}")
+        if self.microbatch_min_tokens < 0 or self.dummy_tokens < 1:
+            raise ValueError(
+                f"microbatch_min_tokens must be at least 0 and dummy_tokens at least 1, "
+                f"got {self.microbatch_min_tokens} and {self.dummy_tokens}"
+            )
 
     def compared(self) -> dict[str, Setting]:
         """As the settings that registration compares."""
@@ -107,7 +117,7 @@ def decide(rows: Sequence[Row], position: Position, settings: PlanSettings) -> P
     nobody holds work -> the wave has ended; somebody may not run the model, or nobody has a token -> no forward; else
     a forward, in which a rank without tokens runs a dummy.
     """
-    outcome, reason = _outcome(rows)
+    outcome, reason = _outcome(rows, position.operation)
     runs = outcome is Outcome.FORWARD
     real = tuple(not row.dummy and row.num_tokens > 0 for row in rows)
     batches = [row for row, is_real in zip(rows, real, strict=True) if is_real]
@@ -146,20 +156,21 @@ def decide(rows: Sequence[Row], position: Position, settings: PlanSettings) -> P
         num_tokens_for_logprob=tuple(row.num_tokens_for_logprob for row in rows),
         forward_mode=modes.pop() if len(modes) == 1 else None,
         substeps=max(row.substeps for row in rows) if runs else 0,
-        has_work=any(row.has_work for row in rows),
+        has_work=any(row.holds_work for row in rows),
         failed=tuple(rank for rank, row in enumerate(rows) if row.local_error),
         engine=tuple(row.engine for row in rows),
     )
 
 
-def _outcome(rows: Sequence[Row]) -> tuple[Outcome, str]:
+def _outcome(rows: Sequence[Row], operation: Operation) -> tuple[Outcome, str]:
     failed = [rank for rank, row in enumerate(rows) if row.local_error]
     if failed:
         return Outcome.NO_FORWARD, f"rank {_names(failed)} failed before the pass"
-    if all(row.hold_requested for row in rows):
-        return Outcome.HELD, "every rank was asked to hold"
-    if not any(row.has_work for row in rows):
-        return Outcome.WAVE_ENDED, "no rank holds work"
+    if operation is Operation.STEP:  # a wave is held or over between steps, never in the middle of one
+        if all(row.hold_requested for row in rows):
+            return Outcome.HELD, "every rank was asked to hold"
+        if not any(row.holds_work for row in rows):
+            return Outcome.WAVE_ENDED, "no rank holds work"
     asleep = [rank for rank, row in enumerate(rows) if not row.can_forward]
     if asleep:
         return Outcome.NO_FORWARD, f"rank {_names(asleep)} may not run the model now"

@@ -69,9 +69,10 @@ class Stepper:
                 f"step {self.step} has {self._substeps} sub-steps and {self._substep} were run: "
                 "call substep() for the others first, the other ranks wait in them"
             )
-        if self._arrived and not row.has_work:
+        # A failed step finishes no work, so what the last row carried is still there.
+        if (self._arrived or (row.local_error and self._row_work)) and not row.has_work:
             row = msgspec.structs.replace(row, has_work=True)
-        self._arrived, self._row_work = False, row.has_work
+        self._arrived, self._row_work = False, row.holds_work
         self.inside = True
         return row, Position(Operation.STEP, self.epoch, self.wave, self.step + 1)
 
@@ -82,13 +83,18 @@ class Stepper:
         self.inside = True
         return row, Position(Operation.SUBSTEP, self.epoch, self.wave, self.step, self._substep + 1)
 
+    def begin_failure(self, row: Row) -> tuple[Row, Position]:
+        """Begin whatever exchange the others wait in, to tell them that this rank cannot go on."""
+        return self.begin_substep(row) if self._substep < self._substeps else self.begin(row)
+
     def finish(self, plan: Plan, exchange_us: float) -> bool:
         """Take in the plan of the exchange that was begun. True: it ended the wave."""
         self.inside = False
         self._group_operations += 1
         self._exchange_us.append(exchange_us)
         if plan.substep:
-            self._substep = plan.substep
+            # After a failure all ranks leave the rest of the step out; all have seen it.
+            self._substep, self._substeps = plan.substep, 0 if plan.failed else self._substeps
             return False
         self.step = plan.step
         self._substep, self._substeps = 0, plan.substeps
@@ -105,7 +111,7 @@ class Stepper:
     def alone(self, row: Row) -> None:
         """A step of an independent rank: nothing is exchanged."""
         # Work that was announced after this row was written is still work: the next wait must not sleep over it.
-        self._arrived, self._row_work = False, row.has_work or self._arrived
+        self._arrived, self._row_work = False, row.holds_work or self._arrived
         self._steps += 1
 
     def leave(self) -> None:

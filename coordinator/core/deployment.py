@@ -58,8 +58,10 @@ class Deployment:
     def on_rank(self, peer: bytes, message: FromRank, now_ms: int) -> list[Effect]:
         """Handle one message of a rank."""
         record = self.members.of(message)
-        if isinstance(message, Register):
-            if record is not None and message.number <= record.number:
+        if message.at.term == self.term and message.at.applied > self.seq:
+            self._drop("impossible")  # acknowledges what was never commanded
+        elif isinstance(message, Register):
+            if self.members.is_late(message):
                 self._drop("stale")
             else:
                 self._register(peer, message, now_ms)
@@ -96,6 +98,11 @@ class Deployment:
             self._out.append(Publish(self.spec.name, update))
         effects, self._out = self._out, []
         return effects
+
+    def excuse(self, paused_ms: int) -> None:
+        """We were not there for so long: no deadline of others has passed in that time."""
+        self.members.excuse(paused_ms)
+        self.phase_since_ms += paused_ms
 
     def next_deadline_ms(self, now_ms: int) -> int:
         """When `tick` must be called again at the latest."""
@@ -209,17 +216,14 @@ class Deployment:
 
     def _from_stranger(self, peer: bytes, message: FromRank) -> None:
         """Somebody who is not registered: a zombie is told so, any other is asked to register."""
-        if self.members.get(message.rank) is not None or message.rank >= self.spec.dp_size:
+        if message.rank >= self.spec.dp_size:
+            self._drop("rank_out_of_range")
+            detail = f"rank must be in 0..{self.spec.dp_size - 1}, got {message.rank}"
+            self._out.append(Send(peer, self._refusal(message, RefusalReason.RANK_OUT_OF_RANGE, detail)))
+        elif self.members.get(message.rank) is not None:
             self._drop("fenced")
-            reply = Refused(
-                deployment=message.deployment,
-                rank=message.rank,
-                incarnation=message.incarnation,
-                term=self.term,
-                reason=RefusalReason.FENCED,
-                detail=f"rank {message.rank} is not, or no longer, incarnation {message.incarnation}",
-            )
-            self._out.append(Send(peer, reply))
+            detail = f"rank {message.rank} is not, or no longer, incarnation {message.incarnation}"
+            self._out.append(Send(peer, self._refusal(message, RefusalReason.FENCED, detail)))
         elif not isinstance(message, Leave):
             self._drop("unregistered")
             again = RegisterAgain(
@@ -229,6 +233,16 @@ class Deployment:
                 term=self.term,
             )
             self._out.append(Send(peer, again))
+
+    def _refusal(self, message: FromRank, reason: RefusalReason, detail: str) -> Refused:
+        return Refused(
+            deployment=message.deployment,
+            rank=message.rank,
+            incarnation=message.incarnation,
+            term=self.term,
+            reason=reason,
+            detail=detail,
+        )
 
     def _lose(self, record: MemberRecord, reason: str, now_ms: int) -> None:
         self.members.lose(record)

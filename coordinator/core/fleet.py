@@ -23,6 +23,7 @@ from ...proto.messages import (
     RefusalReason,
     Refused,
     Register,
+    RegisterAgain,
     Rejected,
     RejectReason,
 )
@@ -53,6 +54,7 @@ class Fleet:
         self.received: Counter[str] = Counter()
         self.story: deque[Scene] = deque(maxlen=STORY_MAX)
         self.deployments: dict[str, Deployment] = {}
+        self._promised_ms = now_ms
         self._begin(now_ms)
 
     def __repr__(self) -> str:
@@ -61,6 +63,7 @@ class Fleet:
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
         """Change the state by one event and return what must be done, in order."""
+        self._excuse(now_ms)
         match event:
             case Received(peer=peer, message=message):
                 self.received[type(message).__name__] += 1
@@ -79,7 +82,8 @@ class Fleet:
 
     def next_deadline_ms(self, now_ms: int) -> int:
         """When a `Tick` must come at the latest."""
-        return min(deployment.next_deadline_ms(now_ms) for deployment in self._all())
+        self._promised_ms = min(deployment.next_deadline_ms(now_ms) for deployment in self._all())
+        return self._promised_ms
 
     def farewell(self, reason: str) -> list[Effect]:
         """What to say when this coordinator stops on purpose."""
@@ -106,6 +110,18 @@ class Fleet:
         except AssertionError as error:
             tail = "\n".join(f"  {scene.now_ms} ms {scene.event}" for scene in list(self.story)[-10:])
             raise AssertionError(f"{error}; the latest events were:\n{tail}") from None
+
+    def _excuse(self, now_ms: int) -> None:
+        """Notice that we come late to our own deadline: this process was stopped, not everybody else.
+
+        What the ranks have said meanwhile still waits to be read; without this the first message would find all the
+        others silent and break groups that are in the best of health.
+        """
+        paused_ms = now_ms - self._promised_ms
+        self._promised_ms = max(self._promised_ms, now_ms)
+        if paused_ms > self.spec.timing.heartbeat_ms:
+            for deployment in self._all():
+                deployment.excuse(paused_ms)
 
     def _message(self, peer: bytes, message: Message, now_ms: int) -> list[Effect]:
         match message:
@@ -135,6 +151,17 @@ class Fleet:
             )
             return [Send(peer, refused)]
         if message.at.term > self.term:
+            if not isinstance(message, Register):
+                self.dropped["future_term"] += 1
+                again = RegisterAgain(
+                    deployment=message.deployment,
+                    rank=message.rank,
+                    incarnation=message.incarnation,
+                    term=self.term,
+                )
+                return [Send(peer, again)]
+            if deployment.members.refusal(message, self.term, now_ms) is not None:
+                return deployment.on_rank(peer, message, now_ms)
             # Nobody else leads, so this is our own past: a clock that went back, or a lost state file.
             return [*self._outgrow(message.at.term, now_ms), *self._from_rank(peer, message, now_ms)]
         return deployment.on_rank(peer, message, now_ms)

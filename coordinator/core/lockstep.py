@@ -28,17 +28,24 @@ from ...proto.messages import (
     Start,
     Started,
     WaveComplete,
+    cut,
 )
 from .deployment import Deployment, names
 from .events import Level
-from .members import MemberRecord, common_exchanges
+from .members import NEVER_MS, MemberRecord, common_exchanges
 from .specs import DeploymentSpec, FleetSpec
 
 FORM_RETRY_MS = 1_000
 FORM_RETRY_MS_MAX = 30_000
+RETURN_MS = 2_500
+"""How far apart the ranks of a living group may come to a new coordinator: a second each of backing off from connecting
+and from registering, and some for the way."""
+SENT_AGAIN_MAX = 16
+"""Commands that are sent again to one rank at a time."""
 ASKS_MAX = 256
 """Remembered front-ends that asked for a start; one of them would be enough, the others are shown."""
 
+_AWAKE = (Phase.IDLE, Phase.STARTING, Phase.RUNNING)
 _FORMED_MODES = (Mode.IDLE, Mode.RUNNING, Mode.HELD)
 _NOBODY = "0" * 16
 
@@ -56,7 +63,6 @@ class Lockstep(Deployment):
         self.asks: dict[str, int] = {}
         """Who asked for a start that has not been served, and since when."""
         self.waves_run = 0
-        self.empty_waves = 0
         self._log: dict[int, Command] = {}
         self._served_asks: dict[str, int] = {}
         self._phase_seq = 0
@@ -79,8 +85,6 @@ class Lockstep(Deployment):
             case Halted() if message.at.epoch == self.epoch and self.phase not in (Phase.FAULTED, Phase.FORMING):
                 blamed = record.rank if message.lost is None else message.lost
                 self._break(blamed, f"rank {record.rank} left its exchange: {message.reason}", now_ms)
-            case WaveComplete(empty=True) if message.at.wave > self.wave:
-                self.empty_waves += 1
             case _:
                 super()._heard(record, message, now_ms)
 
@@ -118,6 +122,9 @@ class Lockstep(Deployment):
 
     def _advance_once(self, now_ms: int) -> bool:
         """Make at most one transition; True if one was made."""
+        if self.phase in _AWAKE and (out := [r.rank for r in self.members if self._has_left(r.at)]):
+            self._break(out[0], f"rank {names(out)} left the exchange", now_ms)
+            return True
         match self.phase:
             case Phase.GATHERING:
                 return self._gathering(now_ms)
@@ -138,8 +145,8 @@ class Lockstep(Deployment):
         if self.members.full:
             return self._adopt(now_ms) or self._form(now_ms, "all ranks are registered")
         orphans = [record for record in self.members if record.at.mode in _FORMED_MODES]
-        waited_ms = now_ms - self.phase_since_ms
-        if orphans and waited_ms >= self.timing.dead_after_ms:
+        if orphans and now_ms >= self._orphans_due_ms():
+            waited_ms = now_ms - min(record.joined_ms for record in orphans)
             # A new term found a part of a group: those who are missing died while nobody watched.
             self.epoch = max(record.at.epoch for record in orphans)
             self.wave = max(self.wave, *(record.at.wave for record in orphans))
@@ -147,6 +154,11 @@ class Lockstep(Deployment):
             self._break(missing[0], f"rank {names(missing)} did not come back within {waited_ms} ms", now_ms)
             return True
         return False
+
+    def _orphans_due_ms(self) -> int:
+        """Until when the rest of a group that was there before us may come back; never, while nobody of it has."""
+        joined = [record.joined_ms for record in self.members if record.at.mode in _FORMED_MODES]
+        return min(joined) + self.timing.dead_after_ms + RETURN_MS if joined else NEVER_MS
 
     def _adopt(self, now_ms: int) -> bool:
         """After a restart: all ranks are there and belong to one group, so nothing has to be formed."""
@@ -195,7 +207,8 @@ class Lockstep(Deployment):
             self._enter(Phase.IDLE, now_ms, f"epoch {self.epoch} is formed at wave {self.wave}")
             return True
         waited_ms = now_ms - self.phase_since_ms
-        if not self._form_failed and waited_ms >= self.timing.form_timeout_ms:
+        busy_until_ms = max((self.members.busy_until_ms(rank) for rank in self._not_formed()), default=0)
+        if not self._form_failed and waited_ms >= self.timing.form_timeout_ms and now_ms >= busy_until_ms:
             self._form_failed = f"rank {names(self._not_formed())} did not form within {waited_ms} ms"
         if not self._form_failed:
             return False
@@ -238,12 +251,13 @@ class Lockstep(Deployment):
         if self._ended(now_ms):
             return True
         late = [record.rank for record in self.members if record.applied < self._phase_seq]
+        busy_until_ms = max((self.members.busy_until_ms(rank) for rank in late), default=0)
         if not late:
             self.waves_run += 1
             self._enter(Phase.RUNNING, now_ms, f"wave {self.wave}: every rank has acknowledged")
             return True
         waited_ms = now_ms - self.phase_since_ms
-        if waited_ms < self.timing.start_ack_timeout_ms:
+        if waited_ms < self.timing.start_ack_timeout_ms or now_ms < busy_until_ms:
             return False
         reason = f"rank {names(late)} did not acknowledge the start of wave {self.wave} within {waited_ms} ms"
         self._break(late[0], reason, now_ms)
@@ -264,7 +278,7 @@ class Lockstep(Deployment):
         """The group of this epoch is over. Tell those who are left, unless they know."""
         if self.phase is Phase.FAULTED:
             return
-        self.fault = reason
+        self.fault = reason = cut(reason)
         self._wave_broken = self.phase in (Phase.STARTING, Phase.RUNNING)
         self._append(
             Fault(
@@ -304,7 +318,7 @@ class Lockstep(Deployment):
                 self._send_from(record, record.applied + 1, now_ms)
 
     def _send_from(self, record: MemberRecord, seq: int, now_ms: int) -> None:
-        for number in range(seq, self.seq + 1):
+        for number in range(seq, min(self.seq, seq + SENT_AGAIN_MAX - 1) + 1):
             command = self._log[number]
             if isinstance(command, Start):
                 self.wave_messages += 1
@@ -324,19 +338,24 @@ class Lockstep(Deployment):
         deadlines = [super().next_deadline_ms(now_ms)]
         deadlines += [r.sent_ms + self._resend_ms for r in self.members if r.applied < self.seq]
         match self.phase:
-            case Phase.GATHERING if len(self.members):
-                deadlines.append(max(now_ms + 1, self.phase_since_ms + self.timing.dead_after_ms))
+            case Phase.GATHERING:
+                deadlines.append(self._orphans_due_ms())
             case Phase.FORMING:
-                deadlines.append(self._retry_form_ms or self.phase_since_ms + self.timing.form_timeout_ms)
+                deadlines.append(self._retry_form_ms or self._patience_ends_ms(self.timing.form_timeout_ms))
             case Phase.STARTING:
-                deadlines.append(self.phase_since_ms + self.timing.start_ack_timeout_ms)
+                deadlines.append(self._patience_ends_ms(self.timing.start_ack_timeout_ms))
             case _:
                 pass  # nothing else waits for time alone
         return min(deadlines)
 
+    def _patience_ends_ms(self, timeout_ms: int) -> int:
+        """When this phase has taken too long; announced long operations extend it."""
+        busy = (self.members.busy_until_ms(record.rank) for record in self.members)
+        return max(self.phase_since_ms + timeout_ms, *busy)
+
     def ready(self) -> bool:
         """Whether requests can be served: formed, and not broken or held."""
-        return self.phase in (Phase.IDLE, Phase.STARTING, Phase.RUNNING)
+        return self.phase in _AWAKE
 
     def waits_for(self, now_ms: int) -> str:
         """One sentence: what this deployment waits for, or an empty text."""
@@ -366,10 +385,11 @@ class Lockstep(Deployment):
         if self.phase is Phase.RUNNING:
             behind = [record.rank for record in self.members if record.applied < self._phase_seq]
             assert not behind, f"running was published, but rank {names(behind)} has not acknowledged"
-        if self.phase in (Phase.IDLE, Phase.STARTING, Phase.RUNNING):
+        if self.phase in _AWAKE:
             assert self.members.full, f"{self.phase} without rank {names(self.members.missing())}"
             waves = [record.at.wave for record in self.members if record.at.epoch == self.epoch]
-            assert max(waves) <= self.wave, f"a rank is at wave {max(waves)}, the deployment at {self.wave}"
+            highest = max(waves, default=0)
+            assert highest <= self.wave, f"a rank is at wave {highest}, the deployment at {self.wave}"
 
     def _enter(self, phase: Phase, now_ms: int, reason: str, level: Level = Level.INFO) -> None:
         self._note(level, f"{self.phase} -> {phase}: {reason}")
@@ -377,6 +397,10 @@ class Lockstep(Deployment):
 
     def _has_formed(self, at: At) -> bool:
         return at.epoch == self.epoch and at.term == self.term and at.mode in _FORMED_MODES
+
+    def _has_left(self, at: At) -> bool:
+        """A rank that has halted says so in every message, so a lost `Halted` is not the end of it."""
+        return at.mode is Mode.HALTED and at.epoch == self.epoch
 
     def _not_formed(self) -> list[int]:
         return [record.rank for record in self.members if not self._has_formed(record.at)]

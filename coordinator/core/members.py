@@ -23,6 +23,7 @@ from ...proto.messages import (
     Refused,
     Register,
     WaveComplete,
+    cut,
 )
 from .specs import DeploymentSpec
 
@@ -57,6 +58,8 @@ class MemberRecord:
     counters: Counters = field(default_factory=Counters)
     activity: Activity = Activity.IDLE
     activity_since_ms: int = 0
+    work_since_ms: int | None = None
+    """Since when it says that it holds work."""
     busy_until_ms: int = 0
 
     def public(self) -> Member:
@@ -76,8 +79,10 @@ class Members:
         self._spec = spec
         self._dead_after_ms = dead_after_ms
         self._by_rank: dict[int, MemberRecord] = {}
+        self._sorted: list[MemberRecord] = []
         self._departed = Counters()
-        self._fenced: dict[tuple[int, str], None] = {}
+        self._fenced: dict[tuple[int, str], int] = {}
+        """Dead incarnations, with the highest number heard of each."""
         self.version = 0
         """Grows whenever a rank comes or goes."""
         self.look_again_ms = NEVER_MS
@@ -87,11 +92,11 @@ class Members:
         return len(self._by_rank)
 
     def __iter__(self) -> Iterator[MemberRecord]:
-        return iter(self.sorted())
+        return iter(self._sorted)
 
     def sorted(self) -> list[MemberRecord]:
         """By rank."""
-        return [self._by_rank[rank] for rank in sorted(self._by_rank)]
+        return self._sorted
 
     @property
     def full(self) -> bool:
@@ -127,7 +132,7 @@ class Members:
                     incarnation=register.incarnation,
                     term=term,
                     reason=reason,
-                    detail=detail,
+                    detail=cut(detail),
                     mismatches=mismatches,
                     retry=reason is RefusalReason.DUPLICATE_RANK,
                 )
@@ -151,6 +156,7 @@ class Members:
             applied=applied,
             joined_ms=now_ms if record is None else record.joined_ms,
             activity_since_ms=now_ms,
+            work_since_ms=now_ms if register.at.has_work else None,
         )
         if record is not None:
             fresh.load, fresh.load_number, fresh.load_ms = record.load, record.load_number, record.load_ms
@@ -158,6 +164,7 @@ class Members:
         else:
             self.version += 1
         self._by_rank[register.rank] = fresh
+        self._sort()
         self.look_again_ms = min(self.look_again_ms, self.deadline_ms(fresh))
         return fresh
 
@@ -171,6 +178,10 @@ class Members:
         record.heard_ms = now_ms
         record.peer = peer
         record.at = message.at
+        if not message.at.has_work:
+            record.work_since_ms = None
+        elif record.work_since_ms is None:
+            record.work_since_ms = now_ms
         if message.at.term == term:
             record.applied = max(record.applied, message.at.applied)
         match message:
@@ -192,10 +203,24 @@ class Members:
         """Forget a dead rank; whatever it still says is fenced once another incarnation has its place."""
         del self._by_rank[record.rank]
         self.version += 1
+        self._sort()
         self._departed = _added(self._departed, record.counters)
-        self._fenced[record.rank, record.incarnation] = None
+        self._fenced[record.rank, record.incarnation] = record.number
         while len(self._fenced) > FENCED_MAX:
             del self._fenced[next(iter(self._fenced))]
+
+    def is_late(self, register: Register) -> bool:
+        """Whether this registration was sent before something that its incarnation has said since, if only goodbye."""
+        record = self.of(register)
+        heard = self._fenced.get((register.rank, register.incarnation), -1) if record is None else record.number
+        return register.number <= heard
+
+    def excuse(self, paused_ms: int) -> None:
+        """We were not there for so long: whoever was not heard in that time was not silent."""
+        for record in self:
+            record.heard_ms += paused_ms
+            record.busy_until_ms += paused_ms if record.busy_until_ms else 0
+        self.look_again_ms += paused_ms if self.look_again_ms != NEVER_MS else 0
 
     def unfence(self, register: Register) -> None:
         """A rank that was given up, and whose place nobody has taken, may come back."""
@@ -211,6 +236,11 @@ class Members:
             (record, f"silent for {now_ms - record.heard_ms} ms") for record in self if deadlines[record.rank] <= now_ms
         ]
 
+    def busy_until_ms(self, rank: int) -> int:
+        """Until when this rank has announced to be busy; 0 if it has not."""
+        record = self._by_rank.get(rank)
+        return record.busy_until_ms if record is not None else 0
+
     def totals(self) -> Counters:
         """What all ranks have done, those that are gone included, so that no total ever goes back."""
         total = self._departed
@@ -221,6 +251,9 @@ class Members:
     def deadline_ms(self, record: MemberRecord) -> int:
         """When this rank counts as dead if nothing is heard of it; an announced long operation extends it."""
         return max(record.heard_ms + self._dead_after_ms, record.busy_until_ms)
+
+    def _sort(self) -> None:
+        self._sorted = [self._by_rank[rank] for rank in sorted(self._by_rank)]
 
     def _judge_shape(self, register: Register, now_ms: int) -> "_Verdict | None":
         spec = self._spec
@@ -288,6 +321,9 @@ class Members:
                         f"{len(hosts)} hosts: give its agent an address that the others can reach"
                     )
                     return RefusalReason.BAD_ADDRESS, detail, []
+        if not register.rendezvous and any(name in _DEVICE_EXCHANGES for name in register.exchanges):
+            detail = f"rank {register.rank} offers {', '.join(register.exchanges)}, but no rendezvous where it listens"
+            return RefusalReason.BAD_ADDRESS, detail, []
         if not common_exchanges(spec, [*(record.register for record in peers), register]):
             offers = "; ".join(
                 f"rank {r.rank} on {r.host}: {', '.join(r.exchanges) or 'none'}"
@@ -313,10 +349,10 @@ def common_exchanges(spec: DeploymentSpec, registers: list[Register]) -> list[st
 
 
 def _added(one: Counters, other: Counters) -> Counters:
-    """The sums of the counts; exchange times have none."""
+    """The sums of what each rank does for itself, the higher of what all do together; exchange times have neither."""
     return Counters(
-        waves=one.waves + other.waves,
-        empty_waves=one.empty_waves + other.empty_waves,
+        waves=max(one.waves, other.waves),
+        empty_waves=max(one.empty_waves, other.empty_waves),
         steps=one.steps + other.steps,
         dummy_steps=one.dummy_steps + other.dummy_steps,
         steps_after_last_work=max(one.steps_after_last_work, other.steps_after_last_work),

@@ -133,23 +133,29 @@ def deployment_view(deployment: Deployment, now_ms: int) -> DeploymentView:
         epoch=deployment.epoch,
         wave=deployment.wave,
         waves=lockstep.waves_run if lockstep else 0,
-        empty_waves=lockstep.empty_waves if lockstep else 0,
+        empty_waves=totals.empty_waves,
         group_operations=totals.group_operations,
         process_groups=totals.process_groups,
         wave_messages=deployment.wave_messages + totals.wave_messages,
         dummy_steps=totals.dummy_steps,
         exchange=ExchangeView(lockstep.exchange, lockstep.exchange_reason) if lockstep and lockstep.exchange else None,
         fault=lockstep.fault if lockstep and lockstep.phase is Phase.FAULTED else "",
-        waiting_starts=[
-            WaitingStart(asked_by, _seconds(now_ms - since_ms))
-            for asked_by, since_ms in (lockstep.asks.items() if lockstep else ())
-        ],
+        waiting_starts=_waiting_starts(lockstep, now_ms) if lockstep else [],
         lost_ranks=deployment.lost_ranks,
         load=_sum([record.load for record in records]),
         longest_feed_gap_s=_seconds(deployment.longest_feed_gap_ms),
         dropped=dict(deployment.dropped),
         ranks=[_rank_view(rank, deployment.members.get(rank), now_ms) for rank in range(spec.dp_size)],
     )
+
+
+def _waiting_starts(deployment: Lockstep, now_ms: int) -> list[WaitingStart]:
+    """Who asked for a start that has not come: front-ends, and ranks that hold work."""
+    if deployment.phase in (Phase.STARTING, Phase.RUNNING):
+        return []
+    asked = list(deployment.asks.items())
+    asked += [(f"rank {r.rank}", r.work_since_ms) for r in deployment.members if r.work_since_ms is not None]
+    return [WaitingStart(asked_by, _seconds(now_ms - since_ms)) for asked_by, since_ms in asked]
 
 
 def _rank_view(rank: int, record: MemberRecord | None, now_ms: int) -> RankView:

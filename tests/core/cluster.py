@@ -205,7 +205,7 @@ class Cluster:
             form, engine.building = engine.building, None
             assert form is not None
             engine.group, engine.count = form.group, 0
-            self.perform(engine, engine.core.handle(rank_events.Built(form.epoch, "shm", 0), self.now_ms))
+            self.perform(engine, engine.core.handle(rank_events.Built(form.group, "shm", 0), self.now_ms))
         return True
 
     # --- what is true now --------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class One:
         """Registered and formed, idle: epoch 1, command 1 applied."""
         self.welcomed()
         self.gets(m.Form, epoch=1, seq=1, group="g", exchange="shm", wave=wave, members=MEMBERS)
-        self.core.handle(Built(1, "shm", 0), self.now_ms)
+        self.core.handle(Built("g", "shm", 0), self.now_ms)
         assert self.core.mode is Mode.IDLE
         return self
 
@@ -98,7 +98,7 @@ def test_commands_are_applied_in_the_order_of_their_numbers_whatever_order_they_
     effects = one.gets(m.Form, epoch=1, seq=1, group="g", exchange="shm", wave=5, members=MEMBERS)
     assert [type(e) for e in effects if isinstance(e, Build | Interrupt)] == [Interrupt, Build]
     assert (one.core.applied, one.core.mode) == (1, Mode.FORMING)
-    effects = one.core.handle(Built(1, "shm", 0), one.now_ms)
+    effects = one.core.handle(Built("g", "shm", 0), one.now_ms)
     assert said(effects) == [m.Formed, m.Started]
     assert one.core.at() == m.At(mode=Mode.RUNNING, term=1, epoch=1, applied=2, wave=5)
 
@@ -168,11 +168,11 @@ def test_an_exchange_of_an_epoch_that_is_over_is_not_taken() -> None:
     one.gets(m.Form, epoch=1, seq=1, group="g", exchange="shm", wave=0, members=MEMBERS)
     one.gets(m.Form, epoch=2, seq=2, group="h", exchange="shm", wave=0, members=MEMBERS)
     before = state(one)
-    effects = one.core.handle(Built(1, "shm", 0), one.now_ms)
+    effects = one.core.handle(Built("g", "shm", 0), one.now_ms)
 
     assert said(effects) == [] and state(one) == before and one.core.dropped == {"late_build": 1}
-    assert said(one.core.handle(BuildFailed(1, "late"), one.now_ms)) == []
-    assert said(one.core.handle(BuildFailed(2, "no shm"), one.now_ms)) == [m.FormFailed]
+    assert said(one.core.handle(BuildFailed("g", "late"), one.now_ms)) == []
+    assert said(one.core.handle(BuildFailed("h", "no shm"), one.now_ms)) == [m.FormFailed]
     assert "no shm" in one.core.waits_for(one.now_ms)
 
 
@@ -184,12 +184,18 @@ def test_a_lower_term_is_void() -> None:
     before = state(one)
     for kind, fields in (
         (m.Start, {"epoch": 1, "seq": 1, "wave": 0}),
-        (m.RegisterAgain, {}),
         (m.Pulse, {"seq": 9}),
         (m.Fault, {"epoch": 1, "seq": 1, "lost": 0, "reason": ""}),
     ):
         assert said(one.gets(kind, term=6, **fields)) == []
-    assert state(one) == before and one.core.dropped == {"stale_term": 4}
+    assert state(one) == before and one.core.dropped == {"stale_term": 3}
+
+
+def test_a_coordinator_behind_our_term_is_told_by_our_registration() -> None:
+    one = One().welcomed(term=7)
+    effects = one.gets(m.RegisterAgain, term=6)
+    assert [type(e.message) for e in effects if isinstance(e, Send)] == [m.Register]
+    assert one.core.term == 7
 
 
 @pytest.mark.parametrize("kind, fields", [(m.Pulse, {"seq": 3}), (m.Start, {"epoch": 1, "seq": 1, "wave": 0})])
@@ -270,7 +276,7 @@ def test_work_in_a_group_that_is_not_formed_asks_when_it_is() -> None:
     one = One().welcomed()
     assert said(one.core.work_arrived()) == []
     one.gets(m.Form, epoch=1, seq=1, group="g", exchange="shm", wave=0, members=MEMBERS)
-    (formed,) = [e.message for e in one.core.handle(Built(1, "shm", 0), 0) if isinstance(e, Send)]
+    (formed,) = [e.message for e in one.core.handle(Built("g", "shm", 0), 0) if isinstance(e, Send)]
     assert isinstance(formed, m.Formed) and formed.at.has_work
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from wavekeeper.proto.errors import LocalProtocolError
-from wavekeeper.proto.rows import DUMMY, Position, Row
-from wavekeeper.worker_agent.plan import Outcome, Plan, Role
+from wavekeeper.proto.rows import DUMMY, Operation, Position, Row
+from wavekeeper.worker_agent.plan import Outcome, Plan, PlanSettings, Role, decide
 from wavekeeper.worker_agent.stepper import Stepper
 
 
@@ -57,3 +57,41 @@ def test_a_step_without_sub_steps_refuses_them() -> None:
     stepper.begin_wave()
     with pytest.raises(LocalProtocolError, match="has 0 sub-steps"):
         stepper.begin_substep(DUMMY)
+
+
+def test_a_step_that_failed_here_keeps_the_work_that_its_last_row_carried() -> None:
+    stepper = Stepper(0)
+    stepper.begin_wave()
+    stepper.begin(Row(num_tokens=1, has_work=True))
+    stepper.finish(decide([Row(num_tokens=1, has_work=True)], Position(Operation.STEP, 0, 0, 1), PlanSettings()), 1.0)
+    row, _ = stepper.begin_failure(Row(dummy=True, local_error=True))
+
+    assert row.has_work
+    stepper.leave()
+    assert stepper.has_work, "the group broke before the next row: the work must ask for a wave by itself"
+
+
+def test_a_failure_between_a_step_and_its_substeps_is_told_in_the_substep_and_ends_them() -> None:
+    stepper = Stepper(0)
+    stepper.begin_wave()
+    row = Row(num_tokens=1, has_work=True, substeps=2)
+    stepper.begin(row)
+    stepper.finish(decide([row], Position(Operation.STEP, 0, 0, 1), PlanSettings()), 1.0)
+    failed, position = stepper.begin_failure(Row(dummy=True, local_error=True))
+    assert (position.operation, position.substep) == (Operation.SUBSTEP, 1)
+    stepper.finish(decide([failed], position, PlanSettings()), 1.0)
+
+    assert stepper.begin(row)[1] == Position(Operation.STEP, 0, 0, 2)
+
+
+def test_tokens_are_work_whether_their_owner_says_so_or_not() -> None:
+    row = Row(num_tokens=4)
+    plan = decide([row, DUMMY], Position(Operation.STEP, 0, 0, 1), PlanSettings())
+
+    assert plan.runs_forward and plan.has_work
+
+
+def test_a_substep_never_ends_a_wave() -> None:
+    plan = decide([Row(), DUMMY], Position(Operation.SUBSTEP, 0, 0, 1, 1), PlanSettings())
+
+    assert plan.outcome is Outcome.NO_FORWARD and not plan.over

@@ -106,7 +106,9 @@ def test_a_coordinator_that_dies_in_a_wave_does_not_disturb_it() -> None:
 def test_a_term_that_a_rank_has_seen_and_we_have_not_is_outgrown() -> None:
     stage = Stage(moe(2))
     stage.form()
-    stage.tell(stage.ranks[0].move(term=5).says(m.Heartbeat))
+    effects = stage.tell(stage.ranks[0].move(term=5).says(m.Heartbeat))
+    assert len(sent(effects, m.RegisterAgain)) == 1 and stage.fleet.term == 1, "a mere message proves nothing"
+    stage.tell(stage.ranks[0].registers())
 
     assert stage.fleet.term == 6
     assert stage.place == (Phase.GATHERING, 0, 0), "all register again with what they know"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from wavekeeper.proto.rows import Operation, Position, Row, pack, unpack
 from wavekeeper.worker_agent.errors import ExchangeInterruptedError
 from wavekeeper.worker_agent.exchange.base import GroupSpec

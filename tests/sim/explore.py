@@ -22,12 +22,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
+
 from wavekeeper.coordinator.core import DeploymentSpec, Fleet, FleetSpec, Publish, Received, Tick
 from wavekeeper.coordinator.core import Send as CoordinatorSend
 from wavekeeper.coordinator.core.lockstep import Lockstep
@@ -41,11 +42,9 @@ NOW_MS = 1_000_000
 NEVER_MS = 1 << 40
 NAME = "moe"
 SETTINGS = PlanSettings()
-T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(msgspec.Struct, frozen=True):
     """What may still happen from outside. Everything in it is finite, so the state space is."""
 
     requests: int = 0
@@ -95,26 +94,30 @@ class State:
     lives: int = 0
 
     def clone(self) -> "State":
-        return fork(self)
+        fresh: State = fork(self, {})
+        return fresh
 
 
-def fork(value: T) -> T:
-    """A copy that shares nothing that changes. No object of ours is held in two places, so no memory of them is needed."""
-    kind = type(value)
+def fork(value: Any, twins: dict[int, Any]) -> Any:
+    """A copy that shares nothing that changes. `twins` are the objects copied so far: one held twice stays one."""
+    kind: Any = type(value)
     if kind in (int, str, bool, float, bytes, type(None), tuple) or isinstance(value, msgspec.Struct | Enum | Half):
         return value
     if isinstance(value, dict):
-        fresh = kind.__new__(kind)
-        for key, item in value.items():
-            dict.__setitem__(fresh, key, fork(item))
+        fresh = kind()
+        for name, item in value.items():
+            dict.__setitem__(fresh, name, fork(item, twins))
         return fresh
-    if kind in (list, deque):
-        return kind(map(fork, value))
-    if not hasattr(value, "__dict__"):
-        return copy.copy(value)  # a record whose fields are values
-    fresh = kind.__new__(kind)
-    fresh.__dict__ = {name: fork(item) for name, item in value.__dict__.items()}
-    return fresh
+    if isinstance(value, list | deque):
+        return kind(fork(item, twins) for item in value)
+    twin = twins.get(id(value))
+    if twin is None:
+        if not hasattr(value, "__dict__"):
+            twin = twins[id(value)] = copy.copy(value)  # a record whose fields are values
+        else:
+            twin = twins[id(value)] = kind.__new__(kind)
+            twin.__dict__ = {name: fork(item, twins) for name, item in value.__dict__.items()}
+    return twin
 
 
 def spec_of(ranks: int, term: int) -> FleetSpec:
@@ -153,7 +156,7 @@ def first(ranks: int, budget: Budget) -> State:
     for rank in range(ranks):
         state.ranks.append(new_rank(state, rank, ranks))
         tick(state, rank, register=True)
-    calm = replace(budget, requests=0, lost=0, doubled=0, overtaken=0, restarts=0, deaths=0)
+    calm = msgspec.structs.replace(budget, requests=0, lost=0, doubled=0, overtaken=0, restarts=0, deaths=0)
     state.budget = calm
     while True:
         for name, action in sorted(actions(state), key=lambda each: each[0]):
@@ -246,10 +249,10 @@ def _tokens(rank: Rank) -> tuple[str, ...]:
 def request(state: State, index: int, told: bool) -> None:
     rank = state.ranks[index]
     rank.work += 1
-    state.budget = replace(state.budget, requests=state.budget.requests - 1)
+    state.budget = msgspec.structs.replace(state.budget, requests=state.budget.requests - 1)
     rank_does(state, index, rank.core.work_arrived())
     if told:
-        state.budget = replace(state.budget, words=state.budget.words - 1)
+        state.budget = msgspec.structs.replace(state.budget, words=state.budget.words - 1)
         state.asks += 1
         word = FirstRequest(front_end="f" * 16, deployment=NAME, ask=state.asks, wave=lockstep(state).wave, rank=index)
         state.links.setdefault("f", []).append(word)
@@ -267,23 +270,23 @@ def deliver(state: State, link: str, index: int) -> None:
 
 
 def lose(state: State, link: str) -> None:
-    state.budget = replace(state.budget, lost=state.budget.lost - 1)
+    state.budget = msgspec.structs.replace(state.budget, lost=state.budget.lost - 1)
     state.links[link].pop(0)
 
 
 def double(state: State, link: str) -> None:
     """The copy comes last: after everything that is on the way now."""
-    state.budget = replace(state.budget, doubled=state.budget.doubled - 1)
+    state.budget = msgspec.structs.replace(state.budget, doubled=state.budget.doubled - 1)
     state.links[link].append(state.links[link][0])
 
 
 def overtake(state: State, link: str) -> None:
-    state.budget = replace(state.budget, overtaken=state.budget.overtaken - 1)
+    state.budget = msgspec.structs.replace(state.budget, overtaken=state.budget.overtaken - 1)
     deliver(state, link, 1)
 
 
 def restart(state: State) -> None:
-    state.budget = replace(state.budget, restarts=state.budget.restarts - 1)
+    state.budget = msgspec.structs.replace(state.budget, restarts=state.budget.restarts - 1)
     state.fleet = Fleet(spec_of(len(state.ranks), state.fleet.term + 1), NOW_MS)
     state.links = {link: queue for link, queue in state.links.items() if link[0] == "c"}  # what it had sent still comes
     coordinator(state, Tick())
@@ -291,7 +294,7 @@ def restart(state: State) -> None:
 
 def die(state: State, index: int) -> None:
     """A process is gone, and its replacement has started; its work is gone with it."""
-    state.budget = replace(state.budget, deaths=state.budget.deaths - 1)
+    state.budget = msgspec.structs.replace(state.budget, deaths=state.budget.deaths - 1)
     old = state.ranks[index]
     state.links.pop(f"c{old.life}", None)
     state.ranks[index] = new_rank(state, index, len(state.ranks))
@@ -326,7 +329,7 @@ def build(state: State, index: int) -> None:
     rank = state.ranks[index]
     form, rank.building = rank.building, None
     assert form is not None
-    effects = rank.core.handle(events.Built(form.epoch, "shm", 0), NOW_MS)
+    effects = rank.core.handle(events.Built(form.group, "shm", 0), NOW_MS)
     if rank.core.group == form.group:
         rank.group, rank.count = form.group, 0
     rank_does(state, index, effects)

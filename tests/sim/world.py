@@ -143,12 +143,12 @@ class Rank:
             if not self.alive or self.core.stepper.epoch != form.epoch:
                 return
             if len(group.joined) == group.dp_size:
-                built = rank_events.Built(form.epoch, "shm", 0)
+                built = rank_events.Built(form.group, "shm", 0)
                 if self.core.mode is Mode.FORMING:
                     self.group, self.count = group, 0
                 self.do(self.core.handle(built, self.world.now_ms))
             elif self.world.now_ms - began_ms >= TIMING.form_timeout_ms:
-                failed = rank_events.BuildFailed(form.epoch, "some rank did not come")
+                failed = rank_events.BuildFailed(form.group, "some rank did not come")
                 self.do(self.core.handle(failed, self.world.now_ms))
             else:
                 self.world.plan(self.world.random.randint(1, 20), look)
