@@ -124,11 +124,47 @@ def serve(config_file: Path, sets: tuple[str, ...], log_format: str | None, read
 @cli.command()
 @url_option
 @click.option("--json", "as_json", is_flag=True, help="Print the status as JSON.")
-def status(url: str, as_json: bool) -> None:
+@click.option("--why", is_flag=True, help="One sentence for each deployment: what it waits for.")
+def status(url: str, as_json: bool, why: bool) -> None:
     """Print where every deployment stands."""
     from .status.client import print_status
 
-    finish(print_status(url, as_json))
+    finish(print_status(url, as_json, why))
+
+
+@cli.command()
+@click.argument("deployment")
+@url_option
+@click.option(
+    "--mode",
+    type=click.Choice(["wait", "now", "keep"]),
+    default="wait",
+    show_default=True,
+    help="Finish running work first, abort it, or keep it where it is.",
+)
+@click.option("--key", default="", help="Your own name of this operation: asking again with it is not a second one.")
+@click.option("--refuse", is_flag=True, help="Turn new requests away meanwhile, instead of remembering them.")
+@click.option("--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait until every rank is held.")
+def hold(deployment: str, url: str, mode: str, key: str, refuse: bool, wait_s: float) -> None:
+    """Hold a lockstep deployment (for a weight update, for sleep): all ranks stop at the same step."""
+    from ..proto.messages import HoldMode
+    from .core.holds import HoldWish
+    from .status.operator_client import hold as ask_for_hold
+
+    finish(ask_for_hold(url, deployment, HoldWish(HoldMode(mode), key, refuse), wait_s))
+
+
+@cli.command()
+@click.argument("deployment")
+@url_option
+@click.option("--operation", type=int, help="The hold that is meant; otherwise whichever is in force.")
+@click.option("--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait until all have resumed.")
+def resume(deployment: str, url: str, operation: int | None, wait_s: float) -> None:
+    """Let a held deployment go on."""
+    from .core.holds import ResumeWish
+    from .status.operator_client import resume as ask_to_resume
+
+    finish(ask_to_resume(url, deployment, ResumeWish(operation), wait_s))
 
 
 @cli.command()

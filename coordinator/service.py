@@ -18,13 +18,15 @@ from collections import deque
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
 from .config import EXIT_CONFIG, Config, config_hash
-from .core import DeploymentSpec, Effect, Fleet, FleetSpec, Junk, Note, Publish, Send, Tick
+from .core import Answer, DeploymentSpec, Effect, Event, Fleet, FleetSpec, Junk, Note, Publish, Send, Tick, Wished
+from .core.holds import HoldWish, Operation, Refusal, ResumeWish
 from .core.view import FleetView, fleet_view
 from .status.app import ServiceInfo, StatusUnavailableError, make_app
 from .status.server import HttpBindError, StatusServer
@@ -52,7 +54,7 @@ class Service:
         self.control = own.control.advertised_endpoint(self.transport.control_port).text
         self.feed = own.feed.advertised_endpoint(self.transport.feed_port).text
         try:
-            self.http = StatusServer(make_app(self), own.http.host, own.http.port)
+            self.http = StatusServer(make_app(self, self), own.http.host, own.http.port)
         except HttpBindError:
             self.transport.close()
             raise
@@ -62,6 +64,9 @@ class Service:
         self._config_hash = config_hash(config)
         self._stopping = ""
         self._questions: deque[Future[FleetView]] = deque()
+        self._wishes: deque[Wished] = deque()
+        self._unanswered: dict[int, Future[Operation | Refusal]] = {}
+        self._tokens = count(1)
         self._junk_logged_ms: dict[str, int] = {}
         self._checked_ms = 0
 
@@ -100,7 +105,9 @@ class Service:
         events = self.transport.receive(max(0, min(timeout_ms, left_ms)))
         now_ms = monotonic_ms()
         effects: list[Effect] = []
-        for event in [*events, Tick()]:
+        wishes = [self._wishes.popleft() for _ in range(len(self._wishes))]
+        turn: list[Event] = [*events, *wishes, Tick()]
+        for event in turn:
             if isinstance(event, Junk):
                 self._log_junk(event, now_ms)
             effects += self._fleet.handle(event, now_ms)
@@ -127,6 +134,24 @@ class Service:
         except TimeoutError:
             raise StatusUnavailableError(f"the coordinator's loop did not answer within {ANSWER_S_MAX:g} s") from None
 
+    async def wish(self, deployment: str, wish: HoldWish | ResumeWish) -> Operation | Refusal:
+        """An operator's wish, for the status endpoint. Called on the HTTP server's thread.
+
+        Raises:
+            StatusUnavailableError: The service's thread did not answer in time; the wish may still come true.
+        """
+        token = next(self._tokens)
+        answer: Future[Operation | Refusal] = Future()
+        self._unanswered[token] = answer
+        self._wishes.append(Wished(token, deployment, wish))
+        self.transport.wake()
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(answer), ANSWER_S_MAX)
+        except TimeoutError:
+            raise StatusUnavailableError(f"the coordinator's loop did not answer within {ANSWER_S_MAX:g} s") from None
+        finally:
+            self._unanswered.pop(token, None)
+
     def info(self) -> ServiceInfo:
         """What is true of this process, whatever its loop does."""
         return ServiceInfo(
@@ -147,6 +172,10 @@ class Service:
                     self.transport.send(peer, message)
                 case Publish(deployment=deployment, message=message):
                     self.transport.publish(deployment, message)
+                case Answer(token=token, answer=answer):
+                    waiting = self._unanswered.get(token)
+                    if waiting is not None and waiting.set_running_or_notify_cancel():
+                        waiting.set_result(answer)
                 case Note(level=level, text=text, deployment=deployment):
                     fields = {"deployment": deployment} if deployment else {}
                     log.log(logging.getLevelNamesMapping()[level.upper()], text, extra={"fields": fields})

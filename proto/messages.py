@@ -67,6 +67,7 @@ class Phase(StrEnum):
     RUNNING = "running"
     HOLDING = "holding"
     HELD = "held"
+    RESUMING = "resuming"
     FAULTED = "faulted"
 
 
@@ -465,6 +466,8 @@ class DeploymentState(msgspec.Struct, frozen=True, omit_defaults=True):
     phase: Phase
     epoch: Epoch = 0
     wave: Wave = 0
+    refuses: bool = False
+    """Held, and new requests are not to be sent: a front-end tells its caller to try again."""
     ranks: list[RankState] = []
 
 
@@ -498,6 +501,7 @@ class Update(Message, frozen=True, kw_only=True):
     epoch: Epoch = 0
     wave: Wave = 0
     dp_size: Count = 0
+    refuses: bool = False
     ranks: list[RankState] = []
 
 

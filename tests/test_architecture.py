@@ -30,6 +30,7 @@ PURE = (
     "worker_agent/front_end_core",
     "worker_agent/plan",
     "worker_agent/stepper",
+    "worker_agent/voice",
     "proto/*",
 )
 

@@ -205,11 +205,11 @@ def test_status_and_healthcheck_ask_where_they_are_told(monkeypatch: pytest.Monk
     client = OtherModule(code=1)
     monkeypatch.setitem(sys.modules, "wavekeeper.coordinator.status.client", client)
     assert run("status", "--json").exit_code == 1
-    assert run("status", "--url", "http://127.0.0.1:1").exit_code == 1
+    assert run("status", "--why", "--url", "http://127.0.0.1:1").exit_code == 1
     assert run("healthcheck", WAVEKEEPER_URL="http://127.0.0.1:2").exit_code == 1
     assert client.calls == [
-        ("print_status", "http://127.0.0.1:9257", True),
-        ("print_status", "http://127.0.0.1:1", False),
+        ("print_status", "http://127.0.0.1:9257", True, False),
+        ("print_status", "http://127.0.0.1:1", False, True),
         ("healthcheck", "http://127.0.0.1:2"),
     ]
 

@@ -30,49 +30,41 @@ from .core import RankCore
 from .errors import (
     AgentClosedError,
     AgentError,
-    ExchangeBrokenError,
     ExchangeError,
     ExchangeInterruptedError,
-    ExchangeTimeoutError,
     NotReadyError,
     RankFailedError,
     RankLostError,
     RegistrationRefusedError,
     StepSkippedError,
+    blamed,
 )
-from .events import Identity
+from .events import Hook, Identity
 from .exchange.base import Exchange
 from .exchange.rendezvous import Listener
 from .forming import Builder, listener_for, offers_of
 from .forward_context import ForwardContext, forward_context
+from .hooks import EngineHooks
 from .host import host_identity
 from .offline import OfflineCore, OfflineDriver
 from .plan import IDLE_PLAN, Plan, PlanSettings, Role, decide
+from .turn import Turn
 
 _FAILED_ROW = Row(dummy=True, local_error=True)
 _READY = (Mode.SERVING, Mode.IDLE, Mode.RUNNING)
-
-
-class Turn:
-    """One turn of the engine's loop. Leaving it without `step` while a wave runs is an error that all ranks learn
-    of.
-    """
-
-    def __init__(self, agent: "RankAgent") -> None:
-        self._agent = agent
-        self.stepped = False
-
-    def step(self, row: Row = DUMMY) -> Plan:
-        """See `RankAgent.step`."""
-        self.stepped = True  # also when it raises: the others then know by the exchange
-        return self._agent.step(row)
 
 
 class RankAgent:
     """One rank of a deployment. Made by `connect` or `offline`."""
 
     def __init__(
-        self, driver: Control | OfflineDriver, builder: Builder, settings: PlanSettings, rank: int, dp_size: int
+        self,
+        driver: Control | OfflineDriver,
+        builder: Builder,
+        settings: PlanSettings,
+        rank: int,
+        dp_size: int,
+        hooks: EngineHooks,
     ) -> None:
         self.kind = driver.core.kind
         self.rank = rank
@@ -83,6 +75,7 @@ class RankAgent:
         self._core = driver.core
         self._builder = builder
         self._settings = settings
+        self._hooks = hooks
 
     # --- making one --------------------------------------------------------------------------------------------------
 
@@ -102,6 +95,7 @@ class RankAgent:
         serve: str = "",
         advertise_host: str = "",
         attributes: dict[str, str] | None = None,
+        hooks: EngineHooks | None = None,
     ) -> "RankAgent":
         """Register with a coordinator. Returns at once; `wait_ready` waits. Call it in the process that runs the
         engine.
@@ -119,6 +113,7 @@ class RankAgent:
             serve: Where front-ends send requests to this rank; opaque to the coordinator.
             advertise_host: Address by which the other ranks reach this one; found by itself when empty.
             attributes: For display: node, local rank, pid, engine.
+            hooks: What the engine does around an operator's hold.
         """
         settings = settings or PlanSettings()
         offers = offers_of(kind, exchanges, device)
@@ -139,7 +134,7 @@ class RankAgent:
         core = RankCore(identity, Random(), monotonic_ms())
         control = Control(core, Link(endpoint, identity.incarnation), builder)
         control.start()
-        return cls(control, builder, settings, rank, dp_size)
+        return cls(control, builder, settings, rank, dp_size, hooks or EngineHooks())
 
     @classmethod
     def offline(
@@ -184,7 +179,7 @@ class RankAgent:
         if kind.lockstep:
             built = builder.build_offline(exchange, dp_size, rendezvous, timing.form_timeout_ms)
             core.formed(built.name, built.process_groups)
-        return cls(OfflineDriver(core, built), builder, settings, rank, dp_size)
+        return cls(OfflineDriver(core, built), builder, settings, rank, dp_size, EngineHooks())
 
     # --- the engine's loop -------------------------------------------------------------------------------------------
 
@@ -217,18 +212,9 @@ class RankAgent:
             AgentClosedError: `close` was called.
         """
         until = time.monotonic() + timeout_s
-        with self._driver.changed:
-            self._enter(Activity.IDLE)
-            while True:
-                self._raise_if_over()
-                self._raise_if_lost()
-                if self._core.must_step:
-                    self._enter(Activity.STEPPING)
-                    return True
-                left_s = until - time.monotonic()
-                if left_s <= 0:
-                    return False
-                self._driver.changed.wait(left_s)
+        while isinstance(found := self._wait_for_something(until), Hook):
+            self._call(found)
+        return found
 
     @contextmanager
     def turn(self) -> Iterator[Turn]:
@@ -239,7 +225,7 @@ class RankAgent:
             StepSkippedError: The turn was left without a step. Every other rank gets `RankFailedError` for the same
             step.
         """
-        turn = Turn(self)
+        turn = Turn(self.step)
         try:
             yield turn
         except BaseException:
@@ -336,6 +322,37 @@ class RankAgent:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
+    def _wait_for_something(self, until: float) -> Hook | bool:
+        """A hook that must be called first, or whether `step` has to be called."""
+        with self._driver.changed:
+            self._enter(Activity.IDLE)
+            while True:
+                self._raise_if_over()
+                self._raise_if_lost()
+                if (hook := self._core.hook_due()) is not None:
+                    return hook
+                if self._core.must_step:
+                    self._enter(Activity.STEPPING)
+                    return True
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._driver.changed.wait(left_s)
+
+    def _call(self, hook: Hook) -> None:
+        """On the engine's thread and without the lock: a hook may take its time."""
+        hold = self._core.hold
+        match hook:
+            case Hook.HOLD:
+                if hold is not None:  # resumed meanwhile: nothing to tell
+                    self._hooks.hold(hold.hold_mode)
+            case Hook.DEVICE_IDLE:
+                self._hooks.device_idle()
+            case Hook.RESUME:
+                self._hooks.resume()
+        with self._driver.changed:
+            self._driver.perform(self._core.hook_done(hook))
+
     def _step_alone(self, row: Row) -> Plan:
         with self._driver.changed:
             self._raise_if_over()
@@ -382,7 +399,7 @@ class RankAgent:
             self._driver.gathering = False
             known, effects = self._core.leave_for_fault()
             if known is None and not self._core.closed:
-                effects = self._core.fail(str(error), _blamed(error))
+                effects = self._core.fail(str(error), blamed(error))
             self._driver.perform(effects)
         if exchange is not None:
             exchange.close()
@@ -392,7 +409,7 @@ class RankAgent:
             return RankLostError(known.rank, known.wave, known.step, known.reason)
         if isinstance(error, (HeaderMismatchError, RowInvalidError)):
             return error
-        return RankLostError(_blamed(error), position.wave, position.step, str(error))
+        return RankLostError(blamed(error), position.wave, position.step, str(error))
 
     def _fail_step(self) -> bool:
         """Tell the group that this rank cannot take its step. False: no wave runs, so nobody waits."""
@@ -425,13 +442,3 @@ class RankAgent:
         if self._core.activity is not activity:
             self._core.activity = activity
             self._core.activity_since_ms = monotonic_ms()
-
-
-def _blamed(error: Exception) -> int | None:
-    match error:
-        case ExchangeTimeoutError(missing=(rank, *_)) | ExchangeBrokenError(lost=(rank, *_)):
-            return int(rank)
-        case RowInvalidError(owner=owner):
-            return owner
-        case _:
-            return None

@@ -12,32 +12,30 @@ milliseconds.
 
 from collections import Counter
 from random import Random
-from typing import Any
+
+import msgspec
 
 from ..proto.messages import (
-    Activity,
-    At,
     Command,
     Fault,
     Form,
     Formed,
     FormFailed,
-    FromRank,
     Goodbye,
     Halted,
-    Heartbeat,
+    HeldAt,
+    Hold,
+    HoldMode,
     Leave,
-    Load,
-    LoadReport,
     Mode,
     NeedWave,
     Pulse,
     Refused,
-    Register,
     RegisterAgain,
+    Resume,
+    Resumed,
     Start,
     Started,
-    Timing,
     ToRank,
     WaveComplete,
     Welcome,
@@ -52,66 +50,40 @@ from .events import (
     Closing,
     Effect,
     Event,
+    Hook,
     Identity,
     Interrupt,
     LoadChanged,
     LostRank,
     Note,
     Received,
-    Send,
     Tick,
     Wake,
 )
 from .plan import Plan
-from .stepper import Stepper
+from .voice import REGISTER_MS, Voice
 
-REGISTER_MS = 200
-REGISTER_MS_MAX = 1_000
-"""Bounded, so that a returning coordinator is found within about a second."""
-LOAD_INTERVAL_MS = 50
-NEVER_MS = 1 << 62
 PENDING_MAX = 64
 """Commands kept until an earlier one has been applied; the coordinator sends again what does not fit."""
 
 
-class RankCore:
+class RankCore(Voice):
     """The state of one rank."""
 
     def __init__(self, identity: Identity, random: Random, now_ms: int) -> None:
-        self.identity = identity
-        self.kind = identity.kind
-        self.stepper = Stepper(identity.rank)
-        self.mode = Mode.JOINING if identity.kind.lockstep else Mode.SERVING
-        self.term = 0
-        self.applied = 0
-        self.registered = False
-        self.refused: Refused | None = None
-        self.timing = Timing()
-        self.feed = ""
-        self.group = ""
-        self.exchange = ""
+        super().__init__(identity, random, now_ms)
         self.lost: LostRank | None = None
         """Set while the engine has yet to learn that its step is over."""
         self.build_failed = ""
+        self.hold: Hold | None = None
+        """The hold that this rank has applied and not yet been resumed from."""
         self.dropped: Counter[str] = Counter()
-        self.heard_ms = now_ms
-        self.load = Load()
-        self.closed = False
-        self.activity = Activity.IDLE
-        self.activity_since_ms = now_ms
-        self._random = random
-        self._number = 0
+        self._hook: Hook | None = None
+        """What the engine has yet to be told, or asked, about a hold."""
         self._pending: dict[int, Command] = {}
         self._form: Form | None = None
         """The newest group that is to be built, or is being built."""
         self._build_waits = False
-        self._register_ms = now_ms
-        self._register_pause_ms = REGISTER_MS
-        self._heartbeat_ms = now_ms
-        self._busy_until_ms = 0
-        self._load_dirty = False
-        self._load_sent_ms = now_ms - LOAD_INTERVAL_MS
-        self._out: list[Effect] = []
 
     # --- the control thread's door -----------------------------------------------------------------------------------
 
@@ -142,17 +114,12 @@ class RankCore:
         self._on_time(now_ms)
         return self._flush()
 
-    def next_deadline_ms(self) -> int:
-        """When a `Tick` must come at the latest."""
-        if self.closed:
-            return NEVER_MS
-        if not self.registered:
-            return self._register_ms if self.refused is None or self.refused.retry else NEVER_MS
-        if self._load_dirty:
-            return min(self._heartbeat_ms, self._load_sent_ms + LOAD_INTERVAL_MS)
-        return self._heartbeat_ms
-
     # --- the engine thread's door ------------------------------------------------------------------------------------
+
+    @property
+    def on_hold(self) -> bool:
+        """Whether a hold has been applied and not been ended."""
+        return self.hold is not None
 
     @property
     def must_step(self) -> bool:
@@ -160,8 +127,28 @@ class RankCore:
         return self.stepper.running if self.kind.lockstep else self.stepper.has_work
 
     def begin(self, row: Row) -> tuple[Row, Position]:
-        """Begin a step of the running wave."""
+        """Begin a step of the running wave. A hold that does not wait for work is a bit in the row, once the engine
+        knows.
+        """
+        if self.hold is not None and self.hold.hold_mode is not HoldMode.WAIT and self._hook is None:
+            row = msgspec.structs.replace(row, hold_requested=True)
         return self.stepper.begin(row)
+
+    def hook_due(self) -> Hook | None:
+        """What must be called on the engine's thread before anything else: `hook_done` must follow."""
+        if self._hook is None and self.hold is not None and self.mode is Mode.IDLE:
+            return Hook.DEVICE_IDLE
+        return self._hook
+
+    def hook_done(self, hook: Hook) -> list[Effect]:
+        """The engine has been told; after DEVICE_IDLE this rank is held."""
+        if hook is Hook.DEVICE_IDLE:
+            if self.hold is not None and self.mode is Mode.IDLE:
+                self.mode = Mode.HELD
+                self._say_held()
+        elif self._hook is hook:
+            self._hook = None
+        return self._flush()
 
     def begin_failure(self, row: Row) -> tuple[Row, Position]:
         """Begin whatever exchange the others wait in, to tell them that this rank cannot go on."""
@@ -171,8 +158,8 @@ class RankCore:
         """A request has been queued at this rank: if no wave runs, ask for one."""
         had_work = self.stepper.has_work
         self.stepper.work_arrived()
-        if self.mode is Mode.IDLE and not had_work:
-            self._send(NeedWave)
+        if not had_work:
+            self._ask_if_needed()
         self._out.append(Wake())
         return self._flush()
 
@@ -188,8 +175,7 @@ class RankCore:
                 counters=self.stepper.counters(),
             )
             self._apply_pending()
-            if self.mode is Mode.IDLE and self.stepper.has_work:
-                self._send(NeedWave)
+            self._ask_if_needed()
         return self._flush()
 
     def fail(self, reason: str, lost: int | None) -> list[Effect]:
@@ -206,18 +192,6 @@ class RankCore:
 
     # --- what is true now --------------------------------------------------------------------------------------------
 
-    def at(self) -> At:
-        """This rank's whole position."""
-        return At(
-            mode=self.mode,
-            term=self.term,
-            epoch=self.stepper.epoch,
-            applied=self.applied,
-            wave=self.stepper.wave,
-            step=self.stepper.step,
-            has_work=self.stepper.has_work,
-        )
-
     def waits_for(self, now_ms: int) -> str:
         """What this rank waits for, in words."""
         silent_s = (now_ms - self.heard_ms) / 1000
@@ -232,6 +206,8 @@ class RankCore:
                 return f"the exchange of epoch {self.stepper.epoch} to form" + (
                     f" ({self.build_failed})" if self.build_failed else ""
                 )
+            case Mode.HELD:
+                return "the operator to resume"
             case _:
                 return "work" if not self.stepper.has_work else "a wave to start"
 
@@ -282,12 +258,6 @@ class RankCore:
             self._schedule_register(now_ms)
         self._out += [Note(f"registration refused ({message.reason}): {message.detail}"), Wake()]
 
-    def _register_again(self, now_ms: int) -> None:
-        if self.registered or self._register_ms > now_ms + REGISTER_MS:
-            self._register_ms = now_ms
-            self._register_pause_ms = REGISTER_MS
-        self.registered = False
-
     def _command(self, command: Command, now_ms: int) -> None:
         if command.term > self.term or not self.registered:
             self.dropped["unregistered"] += 1
@@ -314,6 +284,10 @@ class RankCore:
                     self._apply_start(command)
                 case Fault():
                     self._apply_fault(command)
+                case Hold():
+                    self._apply_hold(command)
+                case Resume():
+                    self._apply_resume()
                 case _:
                     self.dropped["unknown_command"] += 1
 
@@ -326,16 +300,49 @@ class RankCore:
     def _apply_start(self, start: Start) -> None:
         stepper = self.stepper
         stepper.wave_messages += 1
-        if self.mode is Mode.IDLE and start.epoch == stepper.epoch and start.wave == stepper.wave:
+        here = start.epoch == stepper.epoch and start.wave == stepper.wave
+        if self.mode is Mode.IDLE and self.hold is None and here:
             stepper.begin_wave()
             self.mode = Mode.RUNNING
             self._out.append(Wake())
         self._send(Started)
 
+    def _apply_hold(self, hold: Hold) -> None:
+        self.hold = hold
+        if self.mode is Mode.HELD:
+            self._say_held()  # a new coordinator says it again
+        else:
+            self._hook = Hook.HOLD
+            self._heartbeat_ms = 0
+        self._out.append(Wake())
+
+    def _apply_resume(self) -> None:
+        self._end_hold()
+        if self.mode is Mode.HELD:
+            self.mode = Mode.IDLE
+        self._send(Resumed)
+        self._ask_if_needed()
+        self._out.append(Wake())
+
+    def _end_hold(self) -> None:
+        """The engine is told that a hold is over only if it was told of the hold."""
+        if self.hold is not None:
+            self._hook = None if self._hook is Hook.HOLD else Hook.RESUME
+            self.hold = None
+
+    def _say_held(self) -> None:
+        assert self.hold is not None
+        self._send(HeldAt, operation=self.hold.operation, wave=self.stepper.wave, step=self.stepper.step)
+
+    def _ask_if_needed(self) -> None:
+        if self.mode is Mode.IDLE and self.hold is None and self.stepper.has_work:
+            self._send(NeedWave)
+
     def _apply_form(self, form: Form) -> None:
         if self.stepper.running and self.lost is None:
             self._lose(None, f"the group was formed anew as epoch {form.epoch}")
         self._out.append(Interrupt())
+        self._end_hold()  # if the operator's wish still stands, it comes again after this
         self._form, self.group, self.exchange, self.build_failed = form, "", "", ""
         if self.lost is None:
             self._build()
@@ -393,53 +400,3 @@ class RankCore:
         self._send(Formed, exchange=event.exchange)
         self._out += [Note(f"epoch {self.stepper.epoch} is formed over {event.exchange}"), Wake()]
         self._apply_pending()
-
-    # --- sending
-    # -------------------------------------------------------------------------------------------------------
-
-    def _on_time(self, now_ms: int) -> None:
-        if self.closed:
-            return
-        if not self.registered:
-            if now_ms >= self._register_ms and (self.refused is None or self.refused.retry):
-                self._register(now_ms)
-            return
-        if now_ms >= self._heartbeat_ms:
-            self._heartbeat_ms = now_ms + self.timing.heartbeat_ms
-            self._send(
-                Heartbeat,
-                activity=self.activity,
-                age_ms=max(0, now_ms - self.activity_since_ms),
-                busy_ms=max(0, self._busy_until_ms - now_ms),
-                counters=self.stepper.counters(),
-            )
-        if self._load_dirty and now_ms >= self._load_sent_ms + LOAD_INTERVAL_MS:
-            self._load_dirty, self._load_sent_ms = False, now_ms
-            self._send(LoadReport, load=self.load)
-
-    def _register(self, now_ms: int) -> None:
-        self._send(Register, group=self.group, **self.identity.of_registration())
-        self._load_dirty = True  # a new term has not heard it yet
-        self._schedule_register(now_ms)
-
-    def _schedule_register(self, now_ms: int) -> None:
-        self._register_ms = now_ms + round(self._register_pause_ms * (0.75 + self._random.random() / 2))
-        self._register_pause_ms = min(self._register_pause_ms * 2, REGISTER_MS_MAX)
-
-    def _send(self, message_type: type[FromRank], /, **fields: Any) -> None:
-        if issubclass(message_type, Started | NeedWave | WaveComplete):
-            self.stepper.wave_messages += 1
-        self._number += 1
-        message = message_type(
-            deployment=self.identity.deployment,
-            rank=self.identity.rank,
-            incarnation=self.identity.incarnation,
-            number=self._number,
-            at=self.at(),
-            **fields,
-        )
-        self._out.append(Send(message))
-
-    def _flush(self) -> list[Effect]:
-        effects, self._out = self._out, []
-        return effects

@@ -1,5 +1,6 @@
 """Errors that an engine can meet, each with its facts as fields and what to do next in its text."""
 
+from ..proto.errors import RowInvalidError
 from ..proto.messages import Mismatch, RefusalReason
 
 
@@ -113,3 +114,14 @@ class ExchangeBrokenError(ExchangeError):
 
 class ExchangeInterruptedError(ExchangeError):
     """Somebody called `interrupt()`: a fault was announced, or the agent closes."""
+
+
+def blamed(error: Exception) -> int | None:
+    """The rank that an exchange's error names first, if it names one."""
+    match error:
+        case ExchangeTimeoutError(missing=(rank, *_)) | ExchangeBrokenError(lost=(rank, *_)):
+            return int(rank)
+        case RowInvalidError(owner=owner):
+            return owner
+        case _:
+            return None

@@ -1,5 +1,6 @@
 """What can happen to a rank's core, and what it can ask for; the counterpart of `coordinator/core/events.py`."""
 
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -109,6 +110,14 @@ class Note(msgspec.Struct, frozen=True):
 
 
 Effect = Send | Build | Interrupt | Wake | Note
+
+
+class Hook(StrEnum):
+    """What the engine's thread is called for in a hold; see `EngineHooks`."""
+
+    HOLD = "hold"
+    DEVICE_IDLE = "device_idle"
+    RESUME = "resume"
 
 
 class LostRank(msgspec.Struct, frozen=True):

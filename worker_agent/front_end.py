@@ -36,6 +36,10 @@ class NoRankUpError(AgentError):
     """No rank of the deployment is up, as far as this front-end knows; the request was not sent anywhere."""
 
 
+class DeploymentHeldError(AgentError):
+    """An operator holds the deployment and turns new requests away. Try again later; nothing was sent."""
+
+
 class FrontEnd:
     """One front-end of one deployment. Made by `connect`."""
 
@@ -97,11 +101,15 @@ class FrontEnd:
 
         Raises:
             NoRankUpError: No rank is up.
+            DeploymentHeldError: An operator holds the deployment and turns requests away.
             AgentClosedError: `close` was called.
         """
         with self._changed:
             if self._closed:
                 raise AgentClosedError("the front-end is closed")
+            state = self._core.state
+            if state is not None and state.refuses:
+                raise DeploymentHeldError(f"{state.name} is {state.phase}: try again when it has been resumed")
             choice, effects = self._core.pick(monotonic_ms())
             self._perform(effects)
             if choice is None:

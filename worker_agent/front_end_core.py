@@ -219,6 +219,7 @@ class FrontEndCore:
                 epoch=update.epoch,
                 wave=update.wave,
                 dp_size=update.dp_size,
+                refuses=update.refuses,
                 ranks=[changed.get(rank.rank, rank) for rank in self.state.ranks],
             )
             self.seq = update.seq

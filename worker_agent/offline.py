@@ -7,9 +7,9 @@ early serves dummies until then.
 
 import threading
 
-from ..proto.messages import Activity, Kind, Load, Mode, Refused, Timing
+from ..proto.messages import Activity, Hold, Kind, Load, Mode, Refused, Timing
 from ..proto.rows import Position, Row
-from .events import Effect, LostRank, Wake
+from .events import Effect, Hook, LostRank, Wake
 from .exchange.base import Exchange
 from .forming import OFFLINE_EPOCH
 from .plan import Plan
@@ -27,6 +27,7 @@ class OfflineCore:
         self.mode = Mode.IDLE if kind.lockstep else Mode.SERVING
         self.exchange = ""
         self.lost: LostRank | None = None
+        self.hold: Hold | None = None
         self.refused: Refused | None = None
         self.closed = False
         self.activity = Activity.IDLE
@@ -49,6 +50,14 @@ class OfflineCore:
             self.stepper.begin_wave()
             self.mode = Mode.RUNNING
         return self.stepper.begin(row)
+
+    def hook_due(self) -> Hook | None:
+        """Nobody holds a run without a coordinator."""
+        return None
+
+    def hook_done(self, hook: Hook) -> list[Effect]:
+        """See `hook_due`."""
+        return []
 
     def begin_failure(self, row: Row) -> tuple[Row, Position]:
         """Begin whatever exchange the others wait in, to tell them that this rank cannot go on."""

@@ -1,14 +1,17 @@
 """The coordinator's decisions: pure, no sockets, clocks, threads or logging.
 
 Reading order: `events` (what goes in and out), `specs`, `fleet` (the one door), `deployment` (what both kinds share),
-`lockstep`, `independent`, `members` (registration and liveness), `feed`, `view` (what people see).
+`commanded` (one history for all ranks), `holding` (holds as part of it), `lockstep`, `independent`, `holds` (what an
+operator may ask for), `members` (registration and liveness), `waiting` (who waits for whom, in words), `feed`, `view`
+(what people see).
 """
 
-from .events import Effect, Event, Junk, Level, Note, Publish, Received, Send, Tick
+from .events import Answer, Effect, Event, Junk, Level, Note, Publish, Received, Send, Tick, Wished
 from .fleet import Fleet
 from .specs import DeploymentSpec, FleetSpec
 
 __all__ = [
+    "Answer",
     "DeploymentSpec",
     "Effect",
     "Event",
@@ -21,4 +24,5 @@ __all__ = [
     "Received",
     "Send",
     "Tick",
+    "Wished",
 ]

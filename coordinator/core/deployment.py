@@ -28,8 +28,10 @@ from ...proto.messages import (
 )
 from .events import Effect, Level, Note, Publish, Send
 from .feed import Feed
+from .holds import HoldWish, Operation, Refusal, ResumeWish
 from .members import MemberRecord, Members
 from .specs import DeploymentSpec, FleetSpec
+from .waiting import names
 
 
 class Deployment:
@@ -87,12 +89,17 @@ class Deployment:
         effects = self.tick(now_ms)  # first what is due, so that the snapshot is not older than the feed
         return [*effects, Send(peer, self._feed.snapshot(self.state(now_ms)))]
 
+    def on_wish(self, wish: HoldWish | ResumeWish, now_ms: int) -> tuple[Operation | Refusal, list[Effect]]:
+        """Handle an operator's wish."""
+        answer = self._wished(wish, now_ms)
+        return answer, self.tick(now_ms)
+
     def tick(self, now_ms: int) -> list[Effect]:
         """Let time pass: liveness, deadlines, re-sending, publication."""
         for record, reason in self.members.overdue(now_ms):
             self._lose(record, reason, now_ms)
         self._advance(now_ms)
-        head = (self.phase, self.epoch, self.wave, self.members.version)
+        head = (self.phase, self.epoch, self.wave, self.refuses, self.members.version)
         update = self._feed.due(head, now_ms, self.state)
         if update is not None:
             self._out.append(Publish(self.spec.name, update))
@@ -120,6 +127,7 @@ class Deployment:
             phase=self.phase,
             epoch=self.epoch,
             wave=self.wave,
+            refuses=self.refuses,
             ranks=[self._rank_state(rank, now_ms) for rank in range(self.spec.dp_size)],
         )
 
@@ -133,7 +141,12 @@ class Deployment:
         missing = self.members.missing()
         return f"waits for rank {names(missing)} to register" if missing else ""
 
-    def ready(self) -> bool:
+    @property
+    def refuses(self) -> bool:
+        """Whether new requests are turned away for now."""
+        return False
+
+    def ready(self, now_ms: int) -> bool:
         """Whether requests can be served."""
         return True
 
@@ -175,6 +188,11 @@ class Deployment:
 
     def _asked(self, message: FirstRequest, now_ms: int) -> None:
         """A front-end asks for a start."""
+
+    def _wished(self, wish: HoldWish | ResumeWish, now_ms: int) -> Operation | Refusal:
+        """An operator asks for a hold or its end."""
+        detail = f"{self.spec.name} is dense: its ranks share nothing that could be held; drain them one by one"
+        return Refusal("dense", detail)
 
     def _advance(self, now_ms: int) -> None:
         """Whatever follows from the state as it is now."""
@@ -275,11 +293,9 @@ class Deployment:
     def _drop(self, reason: str) -> None:
         self.dropped[reason] += 1
 
+    def _enter(self, phase: Phase, now_ms: int, reason: str, level: Level = Level.INFO) -> None:
+        self._note(level, f"{self.phase} -> {phase}: {reason}")
+        self.phase, self.phase_since_ms = phase, now_ms
+
     def _note(self, level: Level, text: str) -> None:
         self._out.append(Note(level, text, self.spec.name))
-
-
-def names(ranks: list[int]) -> str:
-    """Ranks in words: `3`, or `1, 2 and 3`."""
-    texts = [str(rank) for rank in ranks]
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}" if texts else "nobody"

@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from ...proto.messages import Message
+from .holds import HoldWish, Operation, Refusal, ResumeWish
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -27,11 +28,19 @@ class Junk(msgspec.Struct, frozen=True):
     answerable: bool = False
 
 
+class Wished(msgspec.Struct, frozen=True):
+    """An operator wants something; comes back as `Answer` with the same token."""
+
+    token: int
+    deployment: str
+    wish: HoldWish | ResumeWish
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Received | Junk | Tick
+Event = Received | Junk | Wished | Tick
 
 
 class Level(StrEnum):
@@ -64,4 +73,11 @@ class Note(msgspec.Struct, frozen=True):
     deployment: str = ""
 
 
-Effect = Send | Publish | Note
+class Answer(msgspec.Struct, frozen=True):
+    """What became of an operator's wish."""
+
+    token: int
+    answer: Operation | Refusal
+
+
+Effect = Send | Publish | Note | Answer

@@ -55,6 +55,7 @@ class Feed:
             epoch=state.epoch,
             wave=state.wave,
             dp_size=state.dp_size,
+            refuses=state.refuses,
             ranks=_changed_ranks(before, state),
         )
 

@@ -28,7 +28,8 @@ from ...proto.messages import (
     RejectReason,
 )
 from .deployment import Deployment
-from .events import Effect, Event, Junk, Level, Note, Received, Send, Tick
+from .events import Answer, Effect, Event, Junk, Level, Note, Received, Send, Tick, Wished
+from .holds import Refusal
 from .independent import Independent
 from .lockstep import Lockstep
 from .specs import FleetSpec
@@ -71,6 +72,8 @@ class Fleet:
             case Junk():
                 self.dropped[event.reason] += 1
                 effects = [_rejected(event.peer, RejectReason.MALFORMED, event.detail)] if event.answerable else []
+            case Wished():
+                effects = self._wish(event, now_ms)
             case Tick():
                 effects = [e for d in self._all() for e in d.tick(now_ms)]
         quiet = isinstance(event, Tick) or (
@@ -185,6 +188,14 @@ class Fleet:
                 return deployment.on_get_snapshot(peer, message, now_ms)
             case FirstRequest():
                 return deployment.on_first_request(peer, message, now_ms)
+
+    def _wish(self, event: Wished, now_ms: int) -> list[Effect]:
+        deployment = self.deployments.get(event.deployment)
+        if deployment is None:
+            detail = f"there is no deployment {event.deployment!r}; there is {', '.join(self.deployments)}"
+            return [Answer(event.token, Refusal("unknown_deployment", detail))]
+        answer, effects = deployment.on_wish(event.wish, now_ms)
+        return [*effects, Answer(event.token, answer)]
 
     def _outgrow(self, seen_term: int, now_ms: int) -> list[Effect]:
         """Begin a term above `seen_term`; all ranks register again with what they know."""

@@ -23,7 +23,7 @@ class Independent(Deployment):
         self.wave_messages += 1
         self._drop("wave_message_to_dense")
 
-    def ready(self) -> bool:
+    def ready(self, now_ms: int) -> bool:
         """Whether requests can be served: any replica will do."""
         return len(self.members) > 0
 

@@ -2,6 +2,7 @@
 
     GATHERING --all ranks registered--> FORMING --all formed--> IDLE(w) --start asked for--> STARTING(w)
     STARTING(w) --all acknowledged--> RUNNING(w) --any rank says that w has ended--> IDLE(w+1)
+    IDLE / STARTING / RUNNING --hold--> HOLDING --every rank held at one wave--> HELD --resume--> RESUMING --> IDLE
     any --a rank is lost--> FAULTED --every place taken again, nobody left in the old exchange--> FORMING (epoch+1)
 
 The law of this file: the coordinator is the sequencer. Whatever ranks must do alike is a command in `_log`, numbered,
@@ -15,7 +16,6 @@ import msgspec
 
 from ...proto.messages import (
     At,
-    Command,
     Fault,
     FirstRequest,
     Form,
@@ -30,27 +30,27 @@ from ...proto.messages import (
     WaveComplete,
     cut,
 )
-from .deployment import Deployment, names
 from .events import Level
-from .members import NEVER_MS, MemberRecord, common_exchanges
+from .holding import Holding
+from .holds import HoldWish, Operation
+from .members import NEVER_MS, MemberRecord, choose_exchange
 from .specs import DeploymentSpec, FleetSpec
+from .waiting import names, stall_text, stalled
 
 FORM_RETRY_MS = 1_000
 FORM_RETRY_MS_MAX = 30_000
 RETURN_MS = 2_500
 """How far apart the ranks of a living group may come to a new coordinator: a second each of backing off from connecting
 and from registering, and some for the way."""
-SENT_AGAIN_MAX = 16
-"""Commands that are sent again to one rank at a time."""
 ASKS_MAX = 256
 """Remembered front-ends that asked for a start; one of them would be enough, the others are shown."""
 
 _AWAKE = (Phase.IDLE, Phase.STARTING, Phase.RUNNING)
+_FORMED = (*_AWAKE, Phase.HOLDING, Phase.HELD, Phase.RESUMING)
 _FORMED_MODES = (Mode.IDLE, Mode.RUNNING, Mode.HELD)
-_NOBODY = "0" * 16
 
 
-class Lockstep(Deployment):
+class Lockstep(Holding):
     """A deployment whose ranks step together."""
 
     def __init__(self, spec: DeploymentSpec, fleet: FleetSpec, term: int, now_ms: int) -> None:
@@ -62,12 +62,7 @@ class Lockstep(Deployment):
         self.fault = ""
         self.asks: dict[str, int] = {}
         """Who asked for a start that has not been served, and since when."""
-        self.waves_run = 0
-        self._log: dict[int, Command] = {}
         self._served_asks: dict[str, int] = {}
-        self._phase_seq = 0
-        """Number of the command that the present phase waits for."""
-        self._resend_ms = max(20, fleet.timing.start_ack_timeout_ms // 8)
         self._form_failures = 0
         self._form_failed = ""
         self._retry_form_ms = 0
@@ -99,6 +94,10 @@ class Lockstep(Deployment):
             del self._served_asks[next(iter(self._served_asks))]
         if message.wave < self.wave:
             self._drop("stale")  # sent before the last wave ended; its request is on the way all the same
+        if self.operation is not None and self.operation.wish.refuse:
+            self.operation = msgspec.structs.replace(self.operation, refused=self.operation.refused + 1)
+            self._drop("refused_while_held")
+            return  # the feed tells its sender not to send requests now
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             return  # the rank that gets the request sees the running wave, or asks by itself when that has ended
         if len(self.asks) < ASKS_MAX:
@@ -118,11 +117,10 @@ class Lockstep(Deployment):
         while self._advance_once(now_ms):
             pass
         self._resend(now_ms)
-        self._prune()
 
     def _advance_once(self, now_ms: int) -> bool:
         """Make at most one transition; True if one was made."""
-        if self.phase in _AWAKE and (out := [r.rank for r in self.members if self._has_left(r.at)]):
+        if self.phase in _FORMED and (out := [r.rank for r in self.members if self._has_left(r.at)]):
             self._break(out[0], f"rank {names(out)} left the exchange", now_ms)
             return True
         match self.phase:
@@ -138,8 +136,14 @@ class Lockstep(Deployment):
                 return self._ended(now_ms)
             case Phase.FAULTED:
                 return self._faulted(now_ms)
-            case _:
-                return False  # HOLDING and HELD come with holds; SERVING is not a lockstep phase
+            case Phase.HOLDING:
+                return self._holding(now_ms)
+            case Phase.RESUMING:
+                return self._resuming(now_ms)
+            case Phase.HELD:
+                return self._held(now_ms)
+            case Phase.SERVING:
+                return False  # no phase of a lockstep deployment
 
     def _gathering(self, now_ms: int) -> bool:
         if self.members.full:
@@ -169,11 +173,15 @@ class Lockstep(Deployment):
         self.group = groups.pop()
         self.epoch = places[0].epoch
         self.wave = max(at.wave for at in places)
-        self.exchange = self._choose_exchange()[0]
+        self.exchange = choose_exchange(self.spec, [record.register for record in self.members])[0]
         self.exchange_reason = "kept: the ranks were already formed when this coordinator began"
         self._enter(Phase.IDLE, now_ms, f"adopted epoch {self.epoch} at wave {self.wave}")
         if any(at.mode is Mode.RUNNING and at.wave == self.wave for at in places):
             self._start("a wave was running when this coordinator began", now_ms)
+        if any(at.hold for at in places):  # its operator is known to the coordinator before us only
+            self._operations += 1
+            self.operation = Operation(self._operations, HoldWish(key="found at start"), now_ms)
+            self._hold(now_ms)
         return True
 
     def _form(self, now_ms: int, why: str) -> bool:
@@ -181,16 +189,11 @@ class Lockstep(Deployment):
         self.wave = max([self.wave + self._wave_broken, *(record.at.wave for record in self.members)])
         self._wave_broken = False
         self.group = f"{self._fleet.boot[:8]}-{self.term}-{self.epoch}"
-        self.exchange, self.exchange_reason = self._choose_exchange()
+        self.exchange, self.exchange_reason = choose_exchange(self.spec, [record.register for record in self.members])
         self._form_failed, self._retry_form_ms = "", 0
         self._append(
-            Form(
-                deployment=self.spec.name,
-                rank=0,
-                incarnation=_NOBODY,
-                term=self.term,
-                epoch=self.epoch,
-                seq=self.seq + 1,
+            self._command(
+                Form,
                 group=self.group,
                 exchange=self.exchange,
                 wave=self.wave,
@@ -224,6 +227,8 @@ class Lockstep(Deployment):
     def _idle(self, now_ms: int) -> bool:
         if self._ended(now_ms):
             return True
+        if self.operation is not None:  # a fault came between: the operator's wish stands
+            return self._hold(now_ms)
         holders = [r.rank for r in self.members if r.at.has_work and r.at.mode is Mode.IDLE and r.at.wave == self.wave]
         if not self.asks and not holders:
             return False
@@ -232,28 +237,17 @@ class Lockstep(Deployment):
 
     def _start(self, why: str, now_ms: int) -> bool:
         self.asks.clear()
-        self._append(
-            Start(
-                deployment=self.spec.name,
-                rank=0,
-                incarnation=_NOBODY,
-                term=self.term,
-                epoch=self.epoch,
-                seq=self.seq + 1,
-                wave=self.wave,
-            ),
-            now_ms,
-        )
+        self._append(self._command(Start, wave=self.wave), now_ms)
         self._enter(Phase.STARTING, now_ms, f"wave {self.wave}: {why}")
         return True
 
     def _starting(self, now_ms: int) -> bool:
         if self._ended(now_ms):
             return True
-        late = [record.rank for record in self.members if record.applied < self._phase_seq]
+        late = self._behind()
         busy_until_ms = max((self.members.busy_until_ms(rank) for rank in late), default=0)
         if not late:
-            self.waves_run += 1
+            self._count_wave()
             self._enter(Phase.RUNNING, now_ms, f"wave {self.wave}: every rank has acknowledged")
             return True
         waited_ms = now_ms - self.phase_since_ms
@@ -268,8 +262,7 @@ class Lockstep(Deployment):
         wave = max((record.at.wave for record in self.members if record.at.epoch == self.epoch), default=0)
         if wave <= self.wave:
             return False
-        if self.phase is Phase.STARTING:
-            self.waves_run += 1  # so short that its end came before the last acknowledgement
+        self._count_wave()  # it may have been so short that its end came before the last acknowledgement
         ended, self.wave = self.wave, wave
         self._enter(Phase.IDLE, now_ms, f"wave {ended} has ended")
         return True
@@ -279,20 +272,8 @@ class Lockstep(Deployment):
         if self.phase is Phase.FAULTED:
             return
         self.fault = reason = cut(reason)
-        self._wave_broken = self.phase in (Phase.STARTING, Phase.RUNNING)
-        self._append(
-            Fault(
-                deployment=self.spec.name,
-                rank=0,
-                incarnation=_NOBODY,
-                term=self.term,
-                epoch=self.epoch,
-                seq=self.seq + 1,
-                lost=lost,
-                reason=reason,
-            ),
-            now_ms,
-        )
+        self._wave_broken = self.phase in (Phase.STARTING, Phase.RUNNING, Phase.HOLDING)
+        self._append(self._command(Fault, lost=lost, reason=reason), now_ms)
         self._enter(Phase.FAULTED, now_ms, reason, Level.ERROR)
 
     def _faulted(self, now_ms: int) -> bool:
@@ -303,40 +284,11 @@ class Lockstep(Deployment):
             return False
         return self._form(now_ms, f"every place is taken again after a fault ({self.fault})")
 
-    # --- the log -----------------------------------------------------------------------------------------------------
-
-    def _append(self, command: Command, now_ms: int) -> None:
-        self.seq = command.seq
-        self._log[command.seq] = command
-        self._phase_seq = command.seq
-        for record in self.members:
-            self._send_from(record, max(record.sent_seq, record.applied) + 1, now_ms)
-
-    def _resend(self, now_ms: int) -> None:
-        for record in self.members:
-            if record.applied < self.seq and now_ms - record.sent_ms >= self._resend_ms:
-                self._send_from(record, record.applied + 1, now_ms)
-
-    def _send_from(self, record: MemberRecord, seq: int, now_ms: int) -> None:
-        for number in range(seq, min(self.seq, seq + SENT_AGAIN_MAX - 1) + 1):
-            command = self._log[number]
-            if isinstance(command, Start):
-                self.wave_messages += 1
-            self._send(record, msgspec.structs.replace(command, rank=record.rank, incarnation=record.incarnation))
-        record.sent_seq, record.sent_ms = self.seq, now_ms
-
-    def _prune(self) -> None:
-        """Forget commands that everybody has acknowledged, but not the one that the present phase stands on."""
-        oldest = min([self._phase_seq - 1, *(record.applied for record in self.members)])
-        while self._log and (first := next(iter(self._log))) <= oldest:
-            del self._log[first]
-
     # --- small questions ---------------------------------------------------------------------------------------------
 
     def next_deadline_ms(self, now_ms: int) -> int:
         """When `tick` must be called again at the latest."""
         deadlines = [super().next_deadline_ms(now_ms)]
-        deadlines += [r.sent_ms + self._resend_ms for r in self.members if r.applied < self.seq]
         match self.phase:
             case Phase.GATHERING:
                 deadlines.append(self._orphans_due_ms())
@@ -353,13 +305,20 @@ class Lockstep(Deployment):
         busy = (self.members.busy_until_ms(record.rank) for record in self.members)
         return max(self.phase_since_ms + timeout_ms, *busy)
 
-    def ready(self) -> bool:
-        """Whether requests can be served: formed, and not broken or held."""
-        return self.phase in _AWAKE
+    def ready(self, now_ms: int) -> bool:
+        """Whether requests can be served: formed, not broken or held, and nobody keeps a running wave waiting."""
+        return self.phase in _AWAKE and not self._stalled(now_ms)
+
+    def _stalled(self, now_ms: int) -> list[MemberRecord]:
+        if self.phase not in (Phase.STARTING, Phase.RUNNING, Phase.HOLDING):
+            return []
+        return stalled(self.members, self.phase_since_ms, self.timing.stall_after_ms, now_ms)
 
     def waits_for(self, now_ms: int) -> str:
         """One sentence: what this deployment waits for, or an empty text."""
         since = f"since {(now_ms - self.phase_since_ms) / 1000:.1f} s"
+        if stuck := self._stalled(now_ms):
+            return stall_text(self.wave, stuck, self.timing.stall_after_ms, now_ms)
         match self.phase:
             case Phase.GATHERING:
                 return f"waits for rank {names(self.members.missing())} to register, {since}"
@@ -368,8 +327,12 @@ class Lockstep(Deployment):
             case Phase.FORMING:
                 return f"waits for rank {names(self._not_formed())} to form epoch {self.epoch}, {since}"
             case Phase.STARTING:
-                late = [record.rank for record in self.members if record.applied < self._phase_seq]
+                late = self._behind()
                 return f"waits for rank {names(late)} to acknowledge the start of wave {self.wave}, {since}"
+            case Phase.HOLDING:
+                return f"waits for rank {names(self._not_held())} to be held, {since}"
+            case Phase.HELD:
+                return f"is held by operation {self.operation.number if self.operation else '?'}, {since}"
             case Phase.FAULTED if self.members.missing():
                 return f"faulted ({self.fault}); waits for rank {names(self.members.missing())} to register, {since}"
             case Phase.FAULTED:
@@ -383,17 +346,14 @@ class Lockstep(Deployment):
         """Raise AssertionError if an invariant of this deployment is broken."""
         super().check()
         if self.phase is Phase.RUNNING:
-            behind = [record.rank for record in self.members if record.applied < self._phase_seq]
-            assert not behind, f"running was published, but rank {names(behind)} has not acknowledged"
-        if self.phase in _AWAKE:
+            assert not self._behind(), f"running was published, but rank {names(self._behind())} has not acknowledged"
+        if self.phase is Phase.HELD:
+            assert not self._not_held(), f"held was published, but rank {names(self._not_held())} is not"
+        if self.phase in _FORMED:
             assert self.members.full, f"{self.phase} without rank {names(self.members.missing())}"
             waves = [record.at.wave for record in self.members if record.at.epoch == self.epoch]
             highest = max(waves, default=0)
             assert highest <= self.wave, f"a rank is at wave {highest}, the deployment at {self.wave}"
-
-    def _enter(self, phase: Phase, now_ms: int, reason: str, level: Level = Level.INFO) -> None:
-        self._note(level, f"{self.phase} -> {phase}: {reason}")
-        self.phase, self.phase_since_ms = phase, now_ms
 
     def _has_formed(self, at: At) -> bool:
         return at.epoch == self.epoch and at.term == self.term and at.mode in _FORMED_MODES
@@ -409,13 +369,3 @@ class Lockstep(Deployment):
         """Ranks that have not left the broken exchange, or not heard that it is broken."""
         outside = (Mode.JOINING, Mode.HALTED)
         return [r.rank for r in self.members if r.at.mode not in outside or r.applied < self._phase_seq]
-
-    def _choose_exchange(self) -> tuple[str, str]:
-        """The exchange for these members, the same for all, and why."""
-        if self.spec.dp_size == 1:
-            return "shm", "one rank exchanges with nobody"
-        names_ = common_exchanges(self.spec, [record.register for record in self.members])
-        if self.spec.exchange != "auto":
-            return names_[0], "configured"
-        hosts = len({record.register.host for record in self.members})
-        return names_[0], f"the first that all ranks offer; they are on {hosts} host{'s' if hosts > 1 else ''}"

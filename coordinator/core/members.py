@@ -348,6 +348,17 @@ def common_exchanges(spec: DeploymentSpec, registers: list[Register]) -> list[st
     return [name for name in wanted if all(name in register.exchanges for register in registers)]
 
 
+def choose_exchange(spec: DeploymentSpec, registers: list[Register]) -> tuple[str, str]:
+    """The exchange for these ranks, the same for all, and why. All of them have been accepted, so there is one."""
+    if spec.dp_size == 1:
+        return "shm", "one rank exchanges with nobody"
+    name = common_exchanges(spec, registers)[0]
+    if spec.exchange != "auto":
+        return name, "configured"
+    hosts = len({register.host for register in registers})
+    return name, f"the first that all ranks offer; they are on {hosts} host{'s' if hosts > 1 else ''}"
+
+
 def _added(one: Counters, other: Counters) -> Counters:
     """The sums of what each rank does for itself, the higher of what all do together; exchange times have neither."""
     return Counters(

@@ -5,7 +5,7 @@ Ages and durations are seconds by the coordinator's own monotonic clock; no time
 
 import msgspec
 
-from ...proto.messages import Activity, Counters, Kind, Load, Mode, Phase
+from ...proto.messages import Activity, Counters, HoldMode, Kind, Load, Mode, Phase
 from .deployment import Deployment
 from .fleet import Fleet
 from .lockstep import Lockstep
@@ -52,6 +52,19 @@ class WaitingStart(msgspec.Struct, frozen=True):
     waiting_s: float
 
 
+class HoldView(msgspec.Struct, frozen=True):
+    """The hold that is in force, coming or ending."""
+
+    operation: int
+    mode: HoldMode
+    key: str
+    refuse: bool
+    """Whether starts that are asked for meanwhile are refused; otherwise they are remembered."""
+    refused: int
+    since_s: float
+    held_ranks: list[int]
+
+
 class DeploymentView(msgspec.Struct, frozen=True):
     """One deployment."""
 
@@ -78,6 +91,7 @@ class DeploymentView(msgspec.Struct, frozen=True):
     dummy_steps: int
     exchange: ExchangeView | None
     fault: str
+    hold: HoldView | None
     waiting_starts: list[WaitingStart]
     lost_ranks: int
     load: Load
@@ -126,7 +140,7 @@ def deployment_view(deployment: Deployment, now_ms: int) -> DeploymentView:
         lockstep=spec.kind.lockstep,
         dp_size=spec.dp_size,
         ranks_up=len(records),
-        ready=deployment.ready(),
+        ready=deployment.ready(now_ms),
         phase=deployment.phase,
         phase_s=_seconds(now_ms - deployment.phase_since_ms),
         waits_for=deployment.waits_for(now_ms),
@@ -140,12 +154,28 @@ def deployment_view(deployment: Deployment, now_ms: int) -> DeploymentView:
         dummy_steps=totals.dummy_steps,
         exchange=ExchangeView(lockstep.exchange, lockstep.exchange_reason) if lockstep and lockstep.exchange else None,
         fault=lockstep.fault if lockstep and lockstep.phase is Phase.FAULTED else "",
+        hold=_hold_view(lockstep, now_ms) if lockstep else None,
         waiting_starts=_waiting_starts(lockstep, now_ms) if lockstep else [],
         lost_ranks=deployment.lost_ranks,
         load=_sum([record.load for record in records]),
         longest_feed_gap_s=_seconds(deployment.longest_feed_gap_ms),
         dropped=dict(deployment.dropped),
         ranks=[_rank_view(rank, deployment.members.get(rank), now_ms) for rank in range(spec.dp_size)],
+    )
+
+
+def _hold_view(deployment: Lockstep, now_ms: int) -> HoldView | None:
+    operation = deployment.operation
+    if operation is None:
+        return None
+    return HoldView(
+        operation=operation.number,
+        mode=operation.wish.mode,
+        key=operation.wish.key,
+        refuse=operation.wish.refuse,
+        refused=operation.refused,
+        since_s=_seconds(now_ms - operation.since_ms),
+        held_ranks=[record.rank for record in deployment.members if record.at.mode is Mode.HELD],
     )
 
 

@@ -1,8 +1,9 @@
 """The routes of the status endpoint.
 
-The law of this file: it only reads. Each request asks the coordinator's loop for one view, at most once, and renders
-it; so a probe can be sent at any rate without moving a wave, a load or a rotation (sglang PR 35721). Health comes from
-the loop's answer and readiness from the deployments' progress, never from the fact that HTTP answers.
+The law of this file: it only reads; what an operator may change is in operate.py. Each request asks the coordinator's
+loop for one view, at most once, and renders it; so a probe can be sent at any rate without moving a wave, a load or a
+rotation (sglang PR 35721). Health comes from the loop's answer and readiness from the deployments' progress, never
+from the fact that HTTP answers.
 
     /livez /healthz    is the loop alive?                        200 or 503
     /readyz /health    can every deployment serve?               200 or 503 with the reasons; /health has no body
@@ -15,7 +16,7 @@ the loop's answer and readiness from the deployments' progress, never from the f
 where the loop does not answer, that is a 503 on every route, but plain text on /metrics and empty on /health.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -28,6 +29,9 @@ from starlette.routing import Route
 
 from ..core.view import DeploymentView
 from . import metrics, page
+from .answers import HEADERS, json_answer, problem
+from .operate import Operator
+from .operate import routes as operator_routes
 from .report import (
     API_VERSION,
     ServiceInfo,
@@ -40,23 +44,6 @@ from .report import (
 )
 
 __all__ = ["ServiceInfo", "StatusSource", "StatusUnavailableError", "make_app"]
-
-_HEADERS = {
-    "Cache-Control": "no-store",  # a proxy's copy of a readiness would outlive the readiness
-    "X-Content-Type-Options": "nosniff",
-}
-_encoder = msgspec.json.Encoder()
-
-
-class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The body of an error (RFC 9457). `type` is absent, which means about:blank: `status` says it all."""
-
-    title: str
-    status: int
-    detail: str
-    instance: str
-    known: list[str] = []
-    """Names that would have worked."""
 
 
 class DeploymentList(msgspec.Struct, frozen=True):
@@ -78,8 +65,8 @@ class UnknownDeploymentError(Exception):
         return f"there is no deployment {self.name!r}; there is {', '.join(self.known)}"
 
 
-def make_app(source: StatusSource) -> Starlette:
-    """Return the application that tells what `source` knows. Calls nothing of it before the first request."""
+def make_app(source: StatusSource, operator: Operator | None = None) -> Starlette:
+    """Return the application that tells what `source` knows, and takes wishes for `operator` if there is one."""
     routes = _Routes(source)
     table: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/": routes.page,
@@ -93,7 +80,10 @@ def make_app(source: StatusSource) -> Starlette:
         "/v1/deployments/{name}": routes.deployment,
     }
     app = Starlette(
-        routes=[Route(path, endpoint, methods=["GET"]) for path, endpoint in table.items()],
+        routes=[
+            *(operator_routes(operator) if operator is not None else ()),
+            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in table.items()),
+        ],
         exception_handlers={
             HTTPException: _on_http_error,
             StatusUnavailableError: _on_unavailable,
@@ -131,7 +121,7 @@ class _Routes:
             raise
         judged = readiness(status)
         if not verbose:
-            return _json(judged, HTTPStatus.OK if judged.ready else HTTPStatus.SERVICE_UNAVAILABLE)
+            return json_answer(judged, HTTPStatus.OK if judged.ready else HTTPStatus.SERVICE_UNAVAILABLE)
         serving = [f"{d.name} ok: {degradation(d) or 'all ranks are up'}" for d in status.deployments if d.ready]
         return _checks("readyz", ["service-loop ok", *serving], judged.reasons)
 
@@ -141,20 +131,20 @@ class _Routes:
             ready = readiness(await self._status()).ready
         except StatusUnavailableError:
             ready = False
-        return Response(status_code=HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE, headers=_HEADERS)
+        return Response(status_code=HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE, headers=HEADERS)
 
     async def status(self, request: Request) -> Response:
-        return _json(await self._status())
+        return json_answer(await self._status())
 
     async def deployments(self, request: Request) -> Response:
-        return _json(DeploymentList(API_VERSION, (await self._source.fleet()).deployments))
+        return json_answer(DeploymentList(API_VERSION, (await self._source.fleet()).deployments))
 
     async def deployment(self, request: Request) -> Response:
         name = request.path_params["name"]
         known = {deployment.name: deployment for deployment in (await self._source.fleet()).deployments}
         if name not in known:
             raise UnknownDeploymentError(name, list(known))
-        return _json(known[name])
+        return json_answer(known[name])
 
     async def metrics(self, request: Request) -> Response:
         try:
@@ -163,10 +153,10 @@ class _Routes:
             return _text(str(error), HTTPStatus.SERVICE_UNAVAILABLE)  # Prometheus shows the status, people the text
         body, content_type = metrics.render(fleet, self._source.info(), request.headers.get("Accept", ""))
         # Set by hand: starlette would add a second charset to a type that has one.
-        return Response(body, headers={**_HEADERS, "Content-Type": content_type, "Vary": "Accept"})
+        return Response(body, headers={**HEADERS, "Content-Type": content_type, "Vary": "Accept"})
 
     async def page(self, request: Request) -> Response:
-        return HTMLResponse(page.render(await self._status()), headers={**_HEADERS, **page.HEADERS})
+        return HTMLResponse(page.render(await self._status()), headers={**HEADERS, **page.HEADERS})
 
     async def _status(self) -> Status:
         return status_of(await self._source.fleet(), self._source.info())
@@ -181,23 +171,7 @@ def _checks(probe: str, passed: list[str], failed: list[str]) -> Response:
 
 
 def _text(text: str, code: HTTPStatus = HTTPStatus.OK) -> Response:
-    return PlainTextResponse(text, code, headers=_HEADERS)
-
-
-def _json(body: msgspec.Struct, code: HTTPStatus = HTTPStatus.OK) -> Response:
-    return Response(_encoder.encode(body), code, headers=_HEADERS, media_type="application/json")
-
-
-def _problem(
-    request: Request,
-    code: int,
-    detail: str,
-    known: list[str] | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    problem = Problem(HTTPStatus(code).phrase, code, detail, request.url.path, known or [])
-    every = {**_HEADERS, **(headers or {})}
-    return Response(_encoder.encode(problem), code, headers=every, media_type="application/problem+json")
+    return PlainTextResponse(text, code, headers=HEADERS)
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:
@@ -205,17 +179,17 @@ async def _on_http_error(request: Request, error: Any) -> Response:
         HTTPStatus.NOT_FOUND: "there is nothing here; see /, /v1/status, /v1/deployments, /livez, /readyz and /metrics",
         HTTPStatus.METHOD_NOT_ALLOWED: "this endpoint is read-only: GET and HEAD",
     }.get(error.status_code, str(error.detail))
-    return _problem(request, error.status_code, detail, headers=error.headers)
+    return problem(request, error.status_code, detail, headers=error.headers)
 
 
 async def _on_unavailable(request: Request, error: Exception) -> Response:
-    return _problem(request, HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+    return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
 
 async def _on_unknown_deployment(request: Request, error: Any) -> Response:
-    return _problem(request, HTTPStatus.NOT_FOUND, str(error), error.known)
+    return problem(request, HTTPStatus.NOT_FOUND, str(error), error.known)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     # starlette raises the error again after this answer, and uvicorn logs it; a stranger learns nothing from it.
-    return _problem(request, HTTPStatus.INTERNAL_SERVER_ERROR, "a bug of the coordinator; its log has the traceback")
+    return problem(request, HTTPStatus.INTERNAL_SERVER_ERROR, "a bug of the coordinator; its log has the traceback")

@@ -25,7 +25,8 @@ CHUNK_BYTES = 1 << 16
 
 _COLOURS = {
     **dict.fromkeys((Phase.SERVING, Phase.IDLE, Phase.RUNNING), "32"),
-    **dict.fromkeys((Phase.GATHERING, Phase.FORMING, Phase.STARTING, Phase.HOLDING, Phase.HELD), "33"),
+    **dict.fromkeys((Phase.GATHERING, Phase.FORMING, Phase.STARTING), "33"),
+    **dict.fromkeys((Phase.HOLDING, Phase.HELD, Phase.RESUMING), "33"),
     Phase.FAULTED: "31",
 }
 
@@ -47,10 +48,13 @@ class _Problem(msgspec.Struct):
     detail: str = ""
 
 
-def print_status(url: str, as_json: bool) -> int:
-    """Print where every deployment stands, as text or as the JSON of /v1/status. Returns 0, or 1 without an answer."""
+def print_status(url: str, as_json: bool, why: bool = False) -> int:
+    """Print where every deployment stands: as text, as the JSON of /v1/status, or, with `why`, in a sentence each.
+
+    Returns 0, or 1 without an answer.
+    """
     try:
-        body = _ask(url, "/v1/status")
+        body = ask(url, "/v1/status")
         try:
             status = msgspec.json.decode(body, type=Status)
         except msgspec.DecodeError as error:
@@ -60,6 +64,9 @@ def print_status(url: str, as_json: bool) -> int:
         return 1
     if as_json:
         print(msgspec.json.format(body, indent=2).decode())
+    elif why:
+        for deployment in status.deployments:
+            print(_plain(f"{deployment.name}: {deployment.waits_for or f'{deployment.phase}, waits for nobody'}"))
     else:
         print("\n".join(_lines(status, _Paint(_colours_wanted()))))
     return 0
@@ -68,7 +75,7 @@ def print_status(url: str, as_json: bool) -> int:
 def healthcheck(url: str) -> int:
     """Return 0 if the coordinator at `url` is alive, 1 and a sentence if not."""
     try:
-        _ask(url, "/livez")
+        ask(url, "/livez")
     except AskError as error:
         print(_plain(str(error)), file=sys.stderr)
         return 1
@@ -78,15 +85,19 @@ def healthcheck(url: str) -> int:
 # --- asking ----------------------------------------------------------------------------------------------------------
 
 
-def _ask(url: str, path: str) -> bytes:
-    """Return the body of a 200. Raises AskError for everything else."""
+def ask(url: str, path: str, wish: msgspec.Struct | None = None) -> bytes:
+    """Return the body of a good answer to a GET, or, with a wish, to its POST. Raises AskError for everything else."""
     if not url.startswith(("http://", "https://")):
         raise AskError(f"{url!r} is not the URL of a coordinator; write one such as http://127.0.0.1:9257")
     # Without proxies: a coordinator is a neighbour, and http_proxy would send a loopback address to another machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline_s = time.monotonic() + ANSWER_S_MAX
     try:
-        with opener.open(url.rstrip("/") + path, timeout=ANSWER_S_MAX) as answer:
+        request = urllib.request.Request(url.rstrip("/") + path)
+        if wish is not None:
+            request.data = msgspec.json.encode(wish)
+            request.add_header("Content-Type", "application/json")
+        with opener.open(request, timeout=ANSWER_S_MAX) as answer:
             body = bytearray()
             while chunk := answer.read1(CHUNK_BYTES):
                 body += chunk

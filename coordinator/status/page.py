@@ -100,7 +100,7 @@ _TONES = {
     **dict.fromkeys(("serving", "idle"), "good"),
     "running": "run",
     **dict.fromkeys(("gathering", "joining", "forming", "starting"), "warn"),
-    **dict.fromkeys(("holding", "held"), "held"),
+    **dict.fromkeys(("holding", "held", "resuming"), "held"),
     **dict.fromkeys(("faulted", "halted"), "bad"),
 }
 """Phase or mode -> colour. The word itself stands beside every colour, or in the tile's title."""

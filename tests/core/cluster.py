@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from random import Random
 
-from wavekeeper.coordinator.core import Fleet, Publish, Received, Send, Tick
+from wavekeeper.coordinator.core import Effect, Fleet, Publish, Received, Send, Tick
 from wavekeeper.coordinator.core.lockstep import Lockstep
 from wavekeeper.coordinator.core.specs import DeploymentSpec
 from wavekeeper.proto import messages as m
@@ -42,6 +42,9 @@ class Engine:
         self.building: m.Form | None = None
         self.operations: list[str] = []
         self.starts = 0
+        self.hooks: list[rank_events.Hook] = []
+        self.device_idle = True
+        """Whether the device comes to rest when it is asked to."""
 
 
 class Cluster:
@@ -53,6 +56,7 @@ class Cluster:
         self.fleet: Fleet | None = make_fleet(self.spec, now_ms=self.now_ms)
         self.term = 1
         self.lives = 0
+        self.asks = 0
         self.up: list[deque[m.Message]] = [deque() for _ in range(dp_size)]
         self.down: list[deque[m.Message]] = [deque() for _ in range(dp_size)]
         self.rows: dict[tuple[str, int], dict[int, tuple[Row, Position]]] = {}
@@ -93,12 +97,29 @@ class Cluster:
         if self.fleet is None:
             return
         for effect in self.fleet.handle(event, self.now_ms):
-            if isinstance(effect, Send) and effect.peer != b"fe":
-                self.down[int(effect.peer)].append(effect.message)
-                self.said.append(effect.message)
-            elif isinstance(effect, Publish) and isinstance(effect.message, m.Update):
-                self.phases.append(effect.message.phase)
+            self.do(effect)
         self.fleet.check()
+
+    def do(self, effect: Effect) -> None:
+        """What the coordinator asks for."""
+        if isinstance(effect, Send) and effect.peer != b"fe":
+            self.down[int(effect.peer)].append(effect.message)
+            self.said.append(effect.message)
+        elif isinstance(effect, Publish) and isinstance(effect.message, m.Update):
+            self.phases.append(effect.message.phase)
+
+    def coordinator_hears_first_request(self, wave: int) -> None:
+        """A front-end asks for a start."""
+        self.asks += 1
+        word = m.FirstRequest(front_end="f" * 16, deployment="moe", ask=self.asks, wave=wave)
+        self.coordinator(Received(b"fe", wire(word)))
+
+    def coordinator_ticks(self) -> None:
+        """Time passes at the coordinator and the ranks' control threads; the engines stand still."""
+        self.coordinator(Tick())
+        for engine in self.engines:
+            self.tick(engine)
+        self.flow()
 
     def tick(self, engine: Engine) -> None:
         """Time passes at one rank."""
@@ -137,6 +158,7 @@ class Cluster:
         engine = self.engines[rank]
         lost, effects = engine.core.leave_for_fault()
         self.perform(engine, effects)
+        self._call_hooks(engine)
         if lost is not None or engine.posted is not None or not engine.core.must_step:
             return False
         row = Row(num_tokens=engine.work, has_work=True) if engine.work else DUMMY
@@ -145,6 +167,14 @@ class Cluster:
         self.rows.setdefault((engine.group, engine.count), {})[rank] = engine.posted
         engine.operations.append(str(engine.posted[1]))
         return True
+
+    def _call_hooks(self, engine: Engine) -> None:
+        """What the engine's wait() does first."""
+        while (hook := engine.core.hook_due()) is not None and engine.posted is None:
+            if hook is rank_events.Hook.DEVICE_IDLE and not engine.device_idle:
+                return
+            engine.hooks.append(hook)
+            self.perform(engine, engine.core.hook_done(hook))
 
     def read(self, rank: int) -> bool:
         """The engine reads the rows of its exchange, if all are there; True if it did."""

@@ -32,7 +32,7 @@ def test_the_death_of_a_rank_is_told_to_every_survivor_in_time_and_by_name() -> 
     faults = sent(effects, m.Fault)
     assert {fault.rank for fault in faults} == {0, 1, 3}
     assert {(fault.lost, fault.epoch, fault.reason) for fault in faults} == {(2, 1, "rank 2 silent for 1500 ms")}
-    assert Phase.FAULTED in published(effects) and not stage.deployment.ready()
+    assert Phase.FAULTED in published(effects) and not stage.deployment.ready(stage.now_ms)
     assert stage.deployment.lost_ranks == 1
 
 
@@ -215,7 +215,7 @@ def test_the_death_of_a_dense_rank_changes_its_own_row_and_nothing_else() -> Non
     assert not [effect for effect in effects if isinstance(effect, Send)]
     assert [picture(stage.deployment.members.get(rank)) for rank in (0, 1, 3)] == before
     assert [rank.up for rank in stage.deployment.state(stage.now_ms).ranks] == [True, True, False, True]
-    assert stage.deployment.ready()
+    assert stage.deployment.ready(stage.now_ms)
 
 
 def test_a_broken_invariant_is_raised_with_the_latest_scenes() -> None:

@@ -21,12 +21,12 @@ def serving(dp_size: int = 4) -> Stage:
 def test_a_dense_rank_serves_as_soon_as_it_is_registered() -> None:
     """Case B45: no forming barrier."""
     stage = Stage(dense(4))
-    assert not stage.deployment.ready()
+    assert not stage.deployment.ready(stage.now_ms)
     effects = stage.tell(stage.ranks[2].registers())
 
     (welcome,) = sent(effects, m.Welcome)
     assert (welcome.phase, welcome.seq, welcome.epoch) == (m.Phase.SERVING, 0, 0)
-    assert stage.deployment.ready()
+    assert stage.deployment.ready(stage.now_ms)
 
 
 def test_a_dense_deployment_is_never_given_a_command_whatever_happens() -> None:
@@ -131,4 +131,4 @@ def test_ranks_that_have_not_come_are_named_and_block_nobody() -> None:
     stage.tell(stage.ranks[0].registers(), stage.ranks[2].registers())
 
     assert stage.deployment.waits_for(stage.now_ms) == "waits for rank 1 and 3 to register"
-    assert stage.deployment.ready()
+    assert stage.deployment.ready(stage.now_ms)

@@ -282,7 +282,7 @@ def test_the_group_is_formed_when_all_dp_size_ranks_are_there_and_the_missing_on
     effects += stage.live(5_000, stage.ranks[0], stage.ranks[2])
     assert not sent(effects, m.Form) and stage.is_in(Phase.GATHERING)
     assert stage.deployment.waits_for(stage.now_ms) == "waits for rank 1 and 3 to register, since 5.0 s"
-    assert not stage.deployment.ready()
+    assert not stage.deployment.ready(stage.now_ms)
 
     assert not sent(stage.tell(stage.ranks[1].registers()), m.Form)
     forms = sent(stage.tell(stage.ranks[3].registers()), m.Form)
@@ -297,11 +297,11 @@ def test_a_group_is_ready_when_every_rank_says_that_its_exchange_stands() -> Non
     for rank in stage.ranks[:2]:
         stage.tell(rank.move(mode=Mode.IDLE, term=1, epoch=1, applied=1).says(m.Formed, exchange="shm"))
     stage.tell(stage.ranks[2].move(mode=Mode.FORMING, term=1, epoch=1, applied=1).says(m.Heartbeat))
-    assert stage.place == (Phase.FORMING, 1, 0) and not stage.deployment.ready()
+    assert stage.place == (Phase.FORMING, 1, 0) and not stage.deployment.ready(stage.now_ms)
     assert stage.deployment.waits_for(stage.now_ms) == "waits for rank 2 to form epoch 1, since 0.0 s"
 
     stage.tell(stage.ranks[2].move(mode=Mode.IDLE).says(m.Heartbeat))
-    assert stage.place == (Phase.IDLE, 1, 0) and stage.deployment.ready(), "the position alone is enough"
+    assert stage.place == (Phase.IDLE, 1, 0) and stage.deployment.ready(stage.now_ms), "the position alone is enough"
 
 
 def test_a_group_that_was_formed_in_another_term_is_not_the_one_that_is_waited_for() -> None:

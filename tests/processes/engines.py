@@ -6,14 +6,23 @@ from collections import Counter
 
 from wavekeeper.proto.messages import Kind, Load
 from wavekeeper.proto.rows import DUMMY, Row
-from wavekeeper.worker_agent import RankAgent, Role
+from wavekeeper.worker_agent import EngineHooks, RankAgent, Role
 from wavekeeper.worker_agent.errors import AgentClosedError, AgentError
 
 
 class CountingEngine:
     """One rank: every unit of work is one forward step."""
 
-    def __init__(self, control: str, deployment: str, kind: Kind, rank: int, dp_size: int, step_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        control: str,
+        deployment: str,
+        kind: Kind,
+        rank: int,
+        dp_size: int,
+        step_s: float = 0.0,
+        hooks: EngineHooks | None = None,
+    ) -> None:
         self.rank = rank
         self.step_s = step_s
         self.work = 0
@@ -30,6 +39,7 @@ class CountingEngine:
             kind=kind,
             exchanges=("shm",) if kind.lockstep else None,
             serve=f"test://{deployment}/{rank}",
+            hooks=hooks,
         )
         self.thread = threading.Thread(target=self.loop, daemon=True)
         self.thread.start()

@@ -101,6 +101,7 @@ def deployment_view(name: str, kind: Kind, ranks: list[RankView], **changed: Any
         if kind.lockstep
         else None,
         "fault": "",
+        "hold": None,
         "waiting_starts": [],
         "lost_ranks": 0,
         "load": Load(

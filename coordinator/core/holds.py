@@ -1,0 +1,70 @@
+"""Holds: an operator's pause of a lockstep deployment, for a weight update or for sleep. One operation at a time.
+
+    (IDLE, STARTING, RUNNING) --hold--> HOLDING --every rank held at the same wave, its device idle--> HELD
+    --resume--> RESUMING --> IDLE
+
+The law of this file: an operation is refused with a reason or it is done to its end; asking for the same one again
+(by its key) tells where it stands. What a hold means for waves is decided in `lockstep`; here is who asked for what,
+and what is said to whom.
+"""
+
+import msgspec
+
+from ...proto.messages import HoldMode, Phase
+
+
+class HoldWish(msgspec.Struct, frozen=True):
+    """An operator wants the deployment held."""
+
+    mode: HoldMode = HoldMode.WAIT
+    key: str = ""
+    """The operator's own name of this operation: asking again with it is not a second operation."""
+    refuse: bool = False
+    """What happens to starts that are asked for meanwhile: refused with a reason, or (False) remembered and served
+    after.
+    """
+
+
+class ResumeWish(msgspec.Struct, frozen=True):
+    """An operator wants the deployment to go on."""
+
+    operation: int | None = None
+    """The hold that is meant; absent: whichever is in force."""
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """A hold that is in force, or coming into force, or ending."""
+
+    number: int
+    wish: HoldWish
+    since_ms: int
+    refused: int = 0
+    """Starts that were refused because of it."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why an operator's wish had no effect."""
+
+    reason: str
+    """`busy`, `not_held`, `not_formed`, `dense`, `other_operation` or `unknown_deployment`."""
+    detail: str
+
+
+def judge_hold(wish: HoldWish, operation: Operation | None, phase: Phase, waits_for: str) -> Operation | Refusal | None:
+    """The operation that this wish already is, or why there can be none now; None: it may begin."""
+    if operation is not None:
+        if wish.key and wish.key == operation.wish.key:
+            return operation
+        return Refusal("busy", f"hold operation {operation.number} is in progress ({phase}); resume it first")
+    if phase not in (Phase.IDLE, Phase.STARTING, Phase.RUNNING):
+        return Refusal("not_formed", f"the deployment is {phase}: {waits_for}")
+    return None
+
+
+def judge_resume(wish: ResumeWish, operation: Operation | None, phase: Phase) -> Refusal | None:
+    """Why there is nothing to resume, or None."""
+    if operation is None:
+        return Refusal("not_held", f"no hold is in force; the deployment is {phase}")
+    if wish.operation not in (None, operation.number):
+        return Refusal("other_operation", f"hold operation {operation.number} is in force, not {wish.operation}")
+    return None

@@ -1,0 +1,42 @@
+"""What `wavekeeper hold` and `wavekeeper resume` do: ask for it, wait until it is so, and tell an exit code."""
+
+import sys
+import time
+import urllib.parse
+
+import msgspec
+
+from ...proto.messages import Phase
+from ..core.holds import HoldWish, ResumeWish
+from ..core.view import DeploymentView
+from .client import AskError, ask
+
+LOOK_S = 0.1
+
+
+def hold(url: str, deployment: str, wish: HoldWish, wait_s: float) -> int:
+    """Hold a deployment and wait until every rank is held. Returns 0 when it is, 1 when not."""
+    return _operate(url, deployment, "hold", wish, (Phase.HELD,), wait_s)
+
+
+def resume(url: str, deployment: str, wish: ResumeWish, wait_s: float) -> int:
+    """Let a deployment go on and wait until it does."""
+    return _operate(url, deployment, "resume", wish, (Phase.IDLE, Phase.STARTING, Phase.RUNNING), wait_s)
+
+
+def _operate(
+    url: str, deployment: str, verb: str, wish: HoldWish | ResumeWish, goal: tuple[Phase, ...], wait_s: float
+) -> int:
+    path = f"/v1/deployments/{urllib.parse.quote(deployment, safe='')}"
+    until = time.monotonic() + wait_s
+    try:
+        ask(url, f"{path}:{verb}", wish)
+        view = msgspec.json.decode(ask(url, path), type=DeploymentView)
+        while view.phase not in goal and time.monotonic() < until:
+            time.sleep(LOOK_S)  # an operator's command looks again; nothing is synchronised by it
+            view = msgspec.json.decode(ask(url, path), type=DeploymentView)
+    except AskError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{deployment} is {view.phase} at wave {view.wave}" + (f": {view.waits_for}" if view.waits_for else ""))
+    return 0 if view.phase in goal else 1

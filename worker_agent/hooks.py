@@ -1,0 +1,22 @@
+"""What an engine does around a hold. All three are called on the engine's own thread, from inside `RankAgent.wait`."""
+
+from ..proto.messages import HoldMode
+
+
+class EngineHooks:
+    """Override what your engine needs; the defaults do nothing."""
+
+    def hold(self, mode: HoldMode) -> None:
+        """An operator wants the deployment held: admit nothing new.
+
+        `wait`: finish what runs, the wave ends by itself. `now`: abort what runs. `keep`: leave requests where they
+        are. In the last two the group stops at the next step that all ranks reach with this wish.
+        """
+
+    def device_idle(self) -> None:
+        """The group has stopped. Return when this rank's device is idle (synchronise it): then it is reported as
+        held.
+        """
+
+    def resume(self) -> None:
+        """The hold is over: admit requests again."""
