@@ -24,8 +24,23 @@ from types import FrameType
 
 import msgspec
 
+from ..proto.process_identity import has_ended
 from .config import EXIT_CONFIG, Config, config_hash
-from .core import Answer, DeploymentSpec, Effect, Event, Fleet, FleetSpec, Junk, Note, Publish, Send, Tick, Wished
+from .core import (
+    Answer,
+    DeploymentSpec,
+    Effect,
+    Ended,
+    Event,
+    Fleet,
+    FleetSpec,
+    Junk,
+    Note,
+    Publish,
+    Send,
+    Tick,
+    Wished,
+)
 from .core.holds import HoldWish, Operation, Refusal, ResumeWish
 from .core.view import FleetView, fleet_view
 from .status.app import ServiceInfo, StatusUnavailableError, make_app
@@ -39,6 +54,8 @@ POLL_MS_MAX = 1_000
 ANSWER_S_MAX = 1.0
 """Longest wait of an HTTP request for the service's thread; longer means that it hangs, and /livez says so."""
 HTTP_STOP_S_MAX = 3.0
+LOOK_MS = 200
+"""How often ranks of this machine are looked for in /proc; some microseconds each."""
 JUNK_LOG_MS = 10_000
 """One line for each reason of dropped frames in this time; the counters have them all."""
 
@@ -69,6 +86,7 @@ class Service:
         self._tokens = count(1)
         self._junk_logged_ms: dict[str, int] = {}
         self._checked_ms = 0
+        self._looked_ms = 0
 
     def run(self) -> None:
         """Serve until `stop`. Raises AssertionError when an invariant is broken."""
@@ -102,11 +120,11 @@ class Service:
         """Handle what has arrived or come due, then return."""
         now_ms = monotonic_ms()
         left_ms = self._fleet.next_deadline_ms(now_ms) - now_ms
-        events = self.transport.receive(max(0, min(timeout_ms, left_ms)))
+        events = self.transport.receive(max(0, min(timeout_ms, left_ms, LOOK_MS)))
         now_ms = monotonic_ms()
         effects: list[Effect] = []
         wishes = [self._wishes.popleft() for _ in range(len(self._wishes))]
-        turn: list[Event] = [*events, *wishes, Tick()]
+        turn: list[Event] = [*events, *wishes, *self._ended(now_ms), Tick()]
         for event in turn:
             if isinstance(event, Junk):
                 self._log_junk(event, now_ms)
@@ -164,6 +182,18 @@ class Service:
             config_hash=self._config_hash,
             stopping=bool(self._stopping),
         )
+
+    def _ended(self, now_ms: int) -> list[Ended]:
+        """Ranks of this machine whose process is gone; looked for now and then, since nobody else tells."""
+        if now_ms - self._looked_ms < LOOK_MS:
+            return []
+        self._looked_ms = now_ms
+        return [
+            Ended(name, record.rank, record.incarnation)
+            for name, deployment in self._fleet.deployments.items()
+            for record in deployment.members
+            if record.register.process and has_ended(record.register.process)
+        ]
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:

@@ -177,6 +177,25 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     ] = 60_000
 
 
+class HoldMode(StrEnum):
+    """What happens to running work: finished first, aborted, or kept where it is."""
+
+    WAIT = "wait"
+    NOW = "now"
+    KEEP = "keep"
+
+
+class HoldOrder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An operator's hold. Ranks carry it, so that a coordinator that restarts finds it again."""
+
+    operation: Count
+    hold_mode: HoldMode = HoldMode.WAIT
+    key: Address = ""
+    """The operator's own name of it."""
+    refuse: bool = False
+    """Starts that are asked for meanwhile are turned away."""
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="t", tag=str.lower):
     """Base of everything that travels."""
 
@@ -202,12 +221,16 @@ class Register(FromRank, frozen=True, kw_only=True):
 
     kind: Kind
     dp_size: Annotated[int, Meta(ge=1, le=DP_SIZE_MAX)]
+    hold: HoldOrder | None = None
+    """The hold that this rank is under."""
     group: str = ""
     """Token of the group that this rank's exchange belongs to; empty when it has none."""
     settings: Annotated[dict[Word, Setting], Meta(max_length=256)] = {}
     """Everything else that changes what the group does: graph buckets, thresholds, row layout, versions."""
     host: Address = ""
     """Identity of the machine: ranks with the same text share memory."""
+    process: Address = ""
+    """Words of `process_identity`: a coordinator on the same machine notices at once when this process has ended."""
     rendezvous: Address = ""
     exchanges: Annotated[list[Word], Meta(max_length=16)] = []
     """Exchanges that this rank could use, best first."""
@@ -370,19 +393,10 @@ class Start(Command, frozen=True, kw_only=True):
     wave: Wave
 
 
-class HoldMode(StrEnum):
-    """What happens to running work: finished first, aborted, or kept where it is."""
-
-    WAIT = "wait"
-    NOW = "now"
-    KEEP = "keep"
-
-
 class Hold(Command, frozen=True, kw_only=True):
     """Stop together at the first exchange at which all rows carry the wish (or, in `wait` mode, when the wave ends)."""
 
-    operation: Count
-    hold_mode: HoldMode
+    order: HoldOrder
 
 
 class Resume(Command, frozen=True, kw_only=True):

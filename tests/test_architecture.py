@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("proto", "coordinator", "worker_agent")
 
 # The command line of the contract's page: it reads and writes a file, and nothing imports it.
-TOOLS = ("proto/document",)
+TOOLS = ("proto/document", "proto/process_identity")
 
 # Decisions, and what they are made of. Time, randomness and the network are arguments here.
 PURE = (

@@ -21,40 +21,31 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from random import Random
 
-from ..proto.errors import HeaderMismatchError, LocalProtocolError, RemoteProtocolError, RowInvalidError
 from ..proto.messages import Activity, Counters, Kind, Load, Mode, Setting, Timing
-from ..proto.rows import DUMMY, Operation, Position, Row, pack, unpack
+from ..proto.process_identity import this_process
 from .client import Link
 from .control import Control, monotonic_ms
 from .core import RankCore
 from .errors import (
-    AgentClosedError,
-    AgentError,
-    ExchangeError,
-    ExchangeInterruptedError,
+    CoordinatorLostError,
+    LossPolicy,
     NotReadyError,
-    RankFailedError,
-    RankLostError,
-    RegistrationRefusedError,
-    StepSkippedError,
-    blamed,
 )
 from .events import Hook, Identity
-from .exchange.base import Exchange
 from .exchange.rendezvous import Listener
 from .forming import Builder, listener_for, offers_of
 from .forward_context import ForwardContext, forward_context
-from .hooks import EngineHooks
+from .hooks import EngineHooks, call_hook
 from .host import host_identity
 from .offline import OfflineCore, OfflineDriver
-from .plan import IDLE_PLAN, Plan, PlanSettings, Role, decide
-from .turn import Turn
+from .plan import Plan, PlanSettings, Role
+from .stepping import Stepping
 
-_FAILED_ROW = Row(dummy=True, local_error=True)
+LOOK_S = 0.2
 _READY = (Mode.SERVING, Mode.IDLE, Mode.RUNNING)
 
 
-class RankAgent:
+class RankAgent(Stepping):
     """One rank of a deployment. Made by `connect` or `offline`."""
 
     def __init__(
@@ -65,17 +56,12 @@ class RankAgent:
         rank: int,
         dp_size: int,
         hooks: EngineHooks,
+        loss_policy: LossPolicy,
     ) -> None:
-        self.kind = driver.core.kind
-        self.rank = rank
-        self.dp_size = dp_size
-        self.group_rank = rank if self.kind.lockstep else 0
-        """Index of this rank in the tuples of a plan: an independent rank is a group of its own."""
-        self._driver = driver
-        self._core = driver.core
+        super().__init__(driver, settings, rank, dp_size)
         self._builder = builder
-        self._settings = settings
         self._hooks = hooks
+        self._loss_policy = loss_policy
 
     # --- making one --------------------------------------------------------------------------------------------------
 
@@ -96,6 +82,7 @@ class RankAgent:
         advertise_host: str = "",
         attributes: dict[str, str] | None = None,
         hooks: EngineHooks | None = None,
+        on_coordinator_loss: LossPolicy = LossPolicy.HOLD,
     ) -> "RankAgent":
         """Register with a coordinator. Returns at once; `wait_ready` waits. Call it in the process that runs the
         engine.
@@ -114,6 +101,7 @@ class RankAgent:
             advertise_host: Address by which the other ranks reach this one; found by itself when empty.
             attributes: For display: node, local rank, pid, engine.
             hooks: What the engine does around an operator's hold.
+            on_coordinator_loss: What `wait` does when the coordinator has been silent for `dead_after_ms`.
         """
         settings = settings or PlanSettings()
         offers = offers_of(kind, exchanges, device)
@@ -126,6 +114,7 @@ class RankAgent:
             dp_size=dp_size,
             settings={**settings.compared(), **(extra_settings or {})},
             host=host_identity(),
+            process=this_process(),
             rendezvous=builder.rendezvous,
             exchanges=offers,
             serve=serve,
@@ -134,7 +123,7 @@ class RankAgent:
         core = RankCore(identity, Random(), monotonic_ms())
         control = Control(core, Link(endpoint, identity.incarnation), builder)
         control.start()
-        return cls(control, builder, settings, rank, dp_size, hooks or EngineHooks())
+        return cls(control, builder, settings, rank, dp_size, hooks or EngineHooks(), on_coordinator_loss)
 
     @classmethod
     def offline(
@@ -179,7 +168,7 @@ class RankAgent:
         if kind.lockstep:
             built = builder.build_offline(exchange, dp_size, rendezvous, timing.form_timeout_ms)
             core.formed(built.name, built.process_groups)
-        return cls(OfflineDriver(core, built), builder, settings, rank, dp_size, EngineHooks())
+        return cls(OfflineDriver(core, built), builder, settings, rank, dp_size, EngineHooks(), LossPolicy.HOLD)
 
     # --- the engine's loop -------------------------------------------------------------------------------------------
 
@@ -209,72 +198,13 @@ class RankAgent:
         Raises:
             RankLostError: The wave that this rank was in is over, because its group lost a rank. Raised once.
             RegistrationRefusedError: The coordinator refuses this rank for good.
+            CoordinatorLostError: It has been silent for too long, and the policy is to drain or to exit.
             AgentClosedError: `close` was called.
         """
         until = time.monotonic() + timeout_s
         while isinstance(found := self._wait_for_something(until), Hook):
             self._call(found)
         return found
-
-    @contextmanager
-    def turn(self) -> Iterator[Turn]:
-        """One turn of the loop. Left without `step` while a wave runs, or by an exception before it, it tells the
-        group.
-
-        Raises:
-            StepSkippedError: The turn was left without a step. Every other rank gets `RankFailedError` for the same
-            step.
-        """
-        turn = Turn(self.step)
-        try:
-            yield turn
-        except BaseException:
-            if not turn.stepped:
-                self._fail_step()
-            raise
-        if not turn.stepped and self._fail_step():
-            raise StepSkippedError(f"rank {self.rank} left a turn of a running wave without step()")
-
-    def step(self, row: Row = DUMMY) -> Plan:
-        """Exchange this rank's row with the group's and return the plan, the same on every rank.
-
-        Exactly one exchange while a wave runs, and none otherwise: then a row with `has_work` asks for a wave, and
-        the outcome is IDLE. An independent (dense) rank exchanges nothing and plans for itself alone.
-
-        Raises:
-            RankLostError: The group has lost a rank; the wave is over.
-            RankFailedError: Some rank had a local error: all ranks leave this step, and the wave goes on.
-            HeaderMismatchError, RowInvalidError: The ranks are not at the same exchange, or the transport is damaged.
-            LocalProtocolError: This row is not allowed; the group was told of a local error.
-        """
-        if not self.kind.lockstep:
-            return self._step_alone(row)
-        skipped: LocalProtocolError | None = None
-        with self._driver.changed:
-            self._raise_if_over()
-            self._raise_if_lost()
-            if not self._core.must_step:
-                if row.has_work:
-                    self._driver.perform(self._core.work_arrived())
-                return IDLE_PLAN
-            try:
-                row, position = self._core.begin(row)
-            except LocalProtocolError as error:
-                skipped = error
-        if skipped is not None:
-            self._fail_step()  # the others wait in the sub-steps that this rank left out
-            raise skipped
-        return self._exchange(row, position)
-
-    def substep(self, row: Row = DUMMY) -> Plan:
-        """One further synchronised pass of the present step, such as a draft model's. All ranks run `plan.substeps`
-        of them.
-        """
-        with self._driver.changed:
-            self._raise_if_over()
-            self._raise_if_lost()
-            row, position = self._core.stepper.begin_substep(row)
-        return self._exchange(row, position)
 
     def forward(self, plan: Plan) -> AbstractContextManager[ForwardContext]:
         """Make the plan visible to model code: see `forward_context.current`."""
@@ -329,6 +259,7 @@ class RankAgent:
             while True:
                 self._raise_if_over()
                 self._raise_if_lost()
+                self._raise_if_left_alone()
                 if (hook := self._core.hook_due()) is not None:
                     return hook
                 if self._core.must_step:
@@ -337,108 +268,17 @@ class RankAgent:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     return False
-                self._driver.changed.wait(left_s)
+                # In slices: nobody wakes us when a coordinator falls silent.
+                self._driver.changed.wait(left_s if self._loss_policy is LossPolicy.HOLD else min(left_s, LOOK_S))
 
     def _call(self, hook: Hook) -> None:
         """On the engine's thread and without the lock: a hook may take its time."""
-        hold = self._core.hold
-        match hook:
-            case Hook.HOLD:
-                if hold is not None:  # resumed meanwhile: nothing to tell
-                    self._hooks.hold(hold.hold_mode)
-            case Hook.DEVICE_IDLE:
-                self._hooks.device_idle()
-            case Hook.RESUME:
-                self._hooks.resume()
+        call_hook(self._hooks, hook, self._core.hold)
         with self._driver.changed:
             self._driver.perform(self._core.hook_done(hook))
 
-    def _step_alone(self, row: Row) -> Plan:
-        with self._driver.changed:
-            self._raise_if_over()
-            self._core.stepper.alone(row)
-            self._enter(Activity.STEPPING)
-            step = self._core.stepper.counters().steps
-        plan = decide((row,), Position(Operation.STEP, 0, 0, step), self._settings)
-        return IDLE_PLAN if plan.over else plan
-
-    def _exchange(self, row: Row, position: Position) -> Plan:
-        """The one place where rows meet."""
-        rejected: LocalProtocolError | None = None
-        try:
-            mine = pack(row, position, self.rank)
-        except LocalProtocolError as error:  # the others wait for a row: give them one that says so
-            rejected, mine = error, pack(_FAILED_ROW, position, self.rank)
-        with self._driver.changed:
-            exchange = self._driver.exchange
-            self._driver.gathering = exchange is not None
-            self._enter(Activity.EXCHANGING)
-        began_ns = time.perf_counter_ns()
-        try:
-            if exchange is None:  # given up between begin and here
-                raise ExchangeInterruptedError("the exchange was given up")
-            data = exchange.gather(mine, timeout_ms=self._core.timing.step_deadline_ms)
-            rows = unpack(data, self.dp_size, mine, position, self.rank)
-        except (ExchangeError, RemoteProtocolError) as error:
-            raise self._left(error, exchange, position) from error
-        took_us = (time.perf_counter_ns() - began_ns) / 1000
-        plan = decide(rows, position, self._settings)
-        with self._driver.changed:
-            self._driver.gathering = False
-            self._driver.perform(self._core.finish(plan, took_us))
-            self._enter(Activity.IDLE if plan.over else Activity.STEPPING)
-        if rejected is not None:
-            raise rejected
-        if plan.failed:
-            raise RankFailedError(plan.failed, plan.wave, plan.step)
-        return plan
-
-    def _left(self, error: Exception, exchange: Exchange | None, position: Position) -> Exception:
-        """Out of an exchange that gave no rows: settle the state, and return the error for the engine."""
-        with self._driver.changed:
-            self._driver.gathering = False
-            known, effects = self._core.leave_for_fault()
-            if known is None and not self._core.closed:
-                effects = self._core.fail(str(error), blamed(error))
-            self._driver.perform(effects)
-        if exchange is not None:
-            exchange.close()
-        if self._core.closed:
-            return AgentClosedError("the agent was closed during an exchange")
-        if known is not None:
-            return RankLostError(known.rank, known.wave, known.step, known.reason)
-        if isinstance(error, (HeaderMismatchError, RowInvalidError)):
-            return error
-        return RankLostError(blamed(error), position.wave, position.step, str(error))
-
-    def _fail_step(self) -> bool:
-        """Tell the group that this rank cannot take its step. False: no wave runs, so nobody waits."""
-        try:
-            with self._driver.changed:
-                if not self.kind.lockstep or not self._core.stepper.running or self._core.closed:
-                    return False
-                row, position = self._core.begin_failure(_FAILED_ROW)
-            self._exchange(row, position)
-        except (AgentError, RemoteProtocolError):
-            pass  # the group knows, or there is none any more; the caller's own error says why
-        return True
-
-    def _raise_if_over(self) -> None:
-        if self._driver.broken is not None:
-            raise AgentClosedError(f"the agent failed: {self._driver.broken!r}") from self._driver.broken
-        if self._core.closed:
-            raise AgentClosedError("the agent is closed")
-        refused = self._core.refused
-        if refused is not None and not refused.retry:
-            raise RegistrationRefusedError(refused.reason, refused.detail, tuple(refused.mismatches))
-
-    def _raise_if_lost(self) -> None:
-        lost, effects = self._core.leave_for_fault()
-        self._driver.perform(effects)
-        if lost is not None:
-            raise RankLostError(lost.rank, lost.wave, lost.step, lost.reason)
-
-    def _enter(self, activity: Activity) -> None:
-        if self._core.activity is not activity:
-            self._core.activity = activity
-            self._core.activity_since_ms = monotonic_ms()
+    def _raise_if_left_alone(self) -> None:
+        policy, silent_ms = self._loss_policy, self._driver.silent_ms()
+        needed = policy is LossPolicy.DRAIN and self._core.must_step  # by the wave, or by its own work
+        if policy is not LossPolicy.HOLD and not needed and silent_ms >= self._core.timing.dead_after_ms:
+            raise CoordinatorLostError(silent_ms / 1000, policy)

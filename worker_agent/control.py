@@ -73,6 +73,10 @@ class Control:
         with self.changed:
             self.perform(self.core.handle(event, monotonic_ms()))
 
+    def silent_ms(self) -> int:
+        """For how long nothing has been heard of the coordinator."""
+        return monotonic_ms() - self.core.heard_ms
+
     def report_load(self, load: Load) -> None:
         """The engine's queue has changed. Any thread."""
         self.event(LoadChanged(load))

@@ -75,8 +75,6 @@ class RankCore(Voice):
         self.lost: LostRank | None = None
         """Set while the engine has yet to learn that its step is over."""
         self.build_failed = ""
-        self.hold: Hold | None = None
-        """The hold that this rank has applied and not yet been resumed from."""
         self.dropped: Counter[str] = Counter()
         self._hook: Hook | None = None
         """What the engine has yet to be told, or asked, about a hold."""
@@ -115,11 +113,6 @@ class RankCore(Voice):
         return self._flush()
 
     # --- the engine thread's door ------------------------------------------------------------------------------------
-
-    @property
-    def on_hold(self) -> bool:
-        """Whether a hold has been applied and not been ended."""
-        return self.hold is not None
 
     @property
     def must_step(self) -> bool:
@@ -305,10 +298,13 @@ class RankCore(Voice):
             stepper.begin_wave()
             self.mode = Mode.RUNNING
             self._out.append(Wake())
-        self._send(Started)
+        if stepper.running and here:
+            self._send(Started)
+        else:
+            self._heartbeat_ms = 0  # void for us, but the acknowledgement is waited for
 
     def _apply_hold(self, hold: Hold) -> None:
-        self.hold = hold
+        self.hold = hold.order
         if self.mode is Mode.HELD:
             self._say_held()  # a new coordinator says it again
         else:
@@ -332,7 +328,8 @@ class RankCore(Voice):
 
     def _say_held(self) -> None:
         assert self.hold is not None
-        self._send(HeldAt, operation=self.hold.operation, wave=self.stepper.wave, step=self.stepper.step)
+        wave, step = self.stepper.ended_at
+        self._send(HeldAt, operation=self.hold.operation, wave=wave, step=step)
 
     def _ask_if_needed(self) -> None:
         if self.mode is Mode.IDLE and self.hold is None and self.stepper.has_work:
@@ -383,6 +380,7 @@ class RankCore(Voice):
         assert form is not None
         self.mode = Mode.FORMING
         self.stepper.epoch, self.stepper.wave, self.stepper.step = form.epoch, form.wave, 0
+        self.stepper.ended_at = form.wave, 0
         self._out.append(Build(form))
         self._heartbeat_ms = 0
 

@@ -1,5 +1,7 @@
 """Errors that an engine can meet, each with its facts as fields and what to do next in its text."""
 
+from enum import StrEnum
+
 from ..proto.errors import RowInvalidError
 from ..proto.messages import Mismatch, RefusalReason
 
@@ -32,6 +34,26 @@ class NotReadyError(AgentError):
 
     def __str__(self) -> str:
         return f"not ready after {self.waited_s:.1f} s: waited for {self.waited_for}"
+
+
+class LossPolicy(StrEnum):
+    """What a rank does when its coordinator is lost. A running wave goes on in any case until the policy's moment."""
+
+    HOLD = "hold"  # go on, start nothing new, wait for a coordinator for ever
+    DRAIN = "drain"  # leave as soon as no wave runs and no work is left
+    EXIT = "exit"  # leave at once; the others lose a rank
+
+
+class CoordinatorLostError(AgentError):
+    """The coordinator has been silent for longer than `dead_after_ms`, and the policy is to leave: close the agent."""
+
+    def __init__(self, silent_s: float, policy: LossPolicy) -> None:
+        self.silent_s = silent_s
+        self.policy = policy
+        super().__init__(silent_s, policy)
+
+    def __str__(self) -> str:
+        return f"the coordinator has been silent for {self.silent_s:.1f} s; the policy is to {self.policy}"
 
 
 class AgentClosedError(AgentError):

@@ -18,6 +18,7 @@ class Identity(msgspec.Struct, frozen=True):
     dp_size: int
     settings: dict[str, Setting] = {}
     host: str = ""
+    process: str = ""
     rendezvous: str = ""
     exchanges: tuple[str, ...] = ()
     serve: str = ""
@@ -30,6 +31,7 @@ class Identity(msgspec.Struct, frozen=True):
             "dp_size": self.dp_size,
             "settings": self.settings,
             "host": self.host,
+            "process": self.process,
             "rendezvous": self.rendezvous,
             "exchanges": list(self.exchanges),
             "serve": self.serve,

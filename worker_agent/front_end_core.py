@@ -36,6 +36,8 @@ the same one.
 """
 KV_PRESSURE_FROM = 0.5
 UPDATES_KEPT_MAX = 1_000
+REMEMBER_MS = 5_000
+"""How long ranks are believed to serve that a restarted coordinator does not know yet; they come within about 2.5 s."""
 SILENT_MS = 5_000
 """No update for so long (the keepalive is 1 s): the feed or the coordinator is lost."""
 
@@ -105,12 +107,17 @@ class FrontEndCore:
         self._attach_ms = now_ms
         self._asked_for: tuple[int, int, int] | None = None
         self._asked_ms = 0
+        self._now_ms = now_ms
+        self._remembered: dict[int, RankState] = {}
+        """Ranks that were up when the coordinator restarted, and that the new one has not heard of yet."""
+        self._forget_ms = 0
         self._out: list[Effect] = []
 
     # --- the door of the thread that talks ---------------------------------------------------------------------------
 
     def handle(self, event: Received | Tick, now_ms: int) -> list[Effect]:
         """Change the state by one event and return what must be done."""
+        self._now_ms = now_ms
         if isinstance(event, Received):
             self.heard_ms = now_ms
             self._message(event.message)
@@ -138,7 +145,8 @@ class FrontEndCore:
         The score is what the rank has said of its queue plus what was sent since, but never less than what is in
         flight from here; it grows with KV cache pressure. Ties rotate. An idle lockstep deployment is asked to start.
         """
-        ranks = [rank for rank in self.state.ranks if rank.up] if self.state is not None else []
+        self._now_ms = now_ms
+        ranks = self._ranks_up()
         if not ranks:
             return None, []
         if len(ranks) >= TWO_CHOICES_FROM:
@@ -191,6 +199,8 @@ class FrontEndCore:
             self.dropped["stale"] += 1
             return
         self._seen(snapshot.state.ranks)
+        if snapshot.term > self.term:
+            self._remember(snapshot.state)
         self.term, self.seq, self.state = snapshot.term, snapshot.seq, snapshot.state
         self.kind = snapshot.state.kind
         self._synced = True
@@ -199,6 +209,20 @@ class FrontEndCore:
             if update.term == self.term:
                 self._update(update)
         self._out.append(Changed())
+
+    def _remember(self, fresh: DeploymentState) -> None:
+        """A coordinator that has just begun knows no ranks yet, but those that we know serve on."""
+        coming = {rank.rank for rank in fresh.ranks if not rank.up}
+        known = self.state.ranks if self.state is not None else []
+        self._remembered = {rank.rank: rank for rank in known if rank.up and rank.rank in coming}
+        self._forget_ms = self._now_ms + REMEMBER_MS
+
+    def _ranks_up(self) -> list[RankState]:
+        ranks = self.state.ranks if self.state is not None else []
+        if self._now_ms >= self._forget_ms:
+            self._remembered.clear()
+        now = {rank.rank: rank for rank in ranks if rank.up}
+        return [rank for _, rank in sorted({**self._remembered, **now}.items())]
 
     def _update(self, update: Update) -> None:
         if update.term > self.term or not self._synced or self.state is None:

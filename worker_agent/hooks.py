@@ -1,6 +1,7 @@
 """What an engine does around a hold. All three are called on the engine's own thread, from inside `RankAgent.wait`."""
 
-from ..proto.messages import HoldMode
+from ..proto.messages import HoldMode, HoldOrder
+from .events import Hook
 
 
 class EngineHooks:
@@ -20,3 +21,15 @@ class EngineHooks:
 
     def resume(self) -> None:
         """The hold is over: admit requests again."""
+
+
+def call_hook(hooks: EngineHooks, hook: Hook, hold: HoldOrder | None) -> None:
+    """Call the one that is due; a hold that has been ended meanwhile is not told."""
+    match hook:
+        case Hook.HOLD:
+            if hold is not None:
+                hooks.hold(hold.hold_mode)
+        case Hook.DEVICE_IDLE:
+            hooks.device_idle()
+        case Hook.RESUME:
+            hooks.resume()

@@ -7,7 +7,7 @@ early serves dummies until then.
 
 import threading
 
-from ..proto.messages import Activity, Hold, Kind, Load, Mode, Refused, Timing
+from ..proto.messages import Activity, HoldOrder, Kind, Load, Mode, Refused, Timing
 from ..proto.rows import Position, Row
 from .events import Effect, Hook, LostRank, Wake
 from .exchange.base import Exchange
@@ -27,7 +27,7 @@ class OfflineCore:
         self.mode = Mode.IDLE if kind.lockstep else Mode.SERVING
         self.exchange = ""
         self.lost: LostRank | None = None
-        self.hold: Hold | None = None
+        self.hold: HoldOrder | None = None
         self.refused: Refused | None = None
         self.closed = False
         self.activity = Activity.IDLE
@@ -104,6 +104,10 @@ class OfflineDriver:
         """Wake whoever waits. The caller holds `changed`."""
         if effects:
             self.changed.notify_all()
+
+    def silent_ms(self) -> int:
+        """There is no coordinator to be silent."""
+        return 0
 
     def report_load(self, load: Load) -> None:
         """Nobody listens."""

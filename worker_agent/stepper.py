@@ -32,6 +32,8 @@ class Stepper:
         self.process_groups = 0
         self.preflights = 0
         self.wave_messages = 0
+        self.ended_at = (0, 0)
+        """Wave and step of the exchange that ended the last wave; the same on all ranks of a group."""
         self._arrived = False
         """Work was announced since the last row was written."""
         self._row_work = False
@@ -142,6 +144,7 @@ class Stepper:
         )
 
     def _end_wave(self) -> None:
+        self.ended_at = self.wave, self.step
         self._waves += 1
         self._empty_waves += self._forwards == 0
         self._steps_after_last_work = max(self._steps_after_last_work, self._idle_exchanges)

@@ -13,6 +13,7 @@ from ..proto.messages import (
     At,
     FromRank,
     Heartbeat,
+    HoldOrder,
     Load,
     LoadReport,
     Mode,
@@ -47,6 +48,8 @@ class Voice:
         self.refused: Refused | None = None
         self.timing = Timing()
         self.feed = ""
+        self.hold: HoldOrder | None = None
+        """The hold that this rank has applied and not yet been resumed from."""
         self.group = ""
         self.exchange = ""
         self.heard_ms = now_ms
@@ -64,11 +67,6 @@ class Voice:
         self._load_sent_ms = now_ms - LOAD_INTERVAL_MS
         self._out: list[Effect] = []
 
-    @property
-    def on_hold(self) -> bool:
-        """Whether a hold has been applied and not been ended."""
-        return False
-
     def at(self) -> At:
         """This rank's whole position."""
         return At(
@@ -79,7 +77,7 @@ class Voice:
             wave=self.stepper.wave,
             step=self.stepper.step,
             has_work=self.stepper.has_work,
-            hold=self.on_hold,
+            hold=self.hold is not None,
         )
 
     def next_deadline_ms(self) -> int:
@@ -119,7 +117,7 @@ class Voice:
             self._send(LoadReport, load=self.load)
 
     def _register(self, now_ms: int) -> None:
-        self._send(Register, group=self.group, **self.identity.of_registration())
+        self._send(Register, group=self.group, hold=self.hold, **self.identity.of_registration())
         self._load_dirty = True  # a new term has not heard it yet
         self._schedule_register(now_ms)
 

@@ -6,7 +6,7 @@ operator may ask for), `members` (registration and liveness), `waiting` (who wai
 (what people see).
 """
 
-from .events import Answer, Effect, Event, Junk, Level, Note, Publish, Received, Send, Tick, Wished
+from .events import Answer, Effect, Ended, Event, Junk, Level, Note, Publish, Received, Send, Tick, Wished
 from .fleet import Fleet
 from .specs import DeploymentSpec, FleetSpec
 
@@ -14,6 +14,7 @@ __all__ = [
     "Answer",
     "DeploymentSpec",
     "Effect",
+    "Ended",
     "Event",
     "Fleet",
     "FleetSpec",

@@ -12,6 +12,7 @@ from ...proto.messages import Command, Start
 from .deployment import Deployment
 from .members import MemberRecord
 from .specs import DeploymentSpec, FleetSpec
+from .waiting import names
 
 SENT_AGAIN_MAX = 16
 """Commands that are sent again to one rank at a time."""
@@ -48,6 +49,20 @@ class Commanded(Deployment):
     def _behind(self) -> list[int]:
         """Ranks that have not acknowledged the command that the present phase stands on."""
         return [record.rank for record in self.members if record.applied < self._phase_seq]
+
+    def _not_acknowledged(self, what: str, now_ms: int) -> bool:
+        """Break the group if some rank has not acknowledged in time, busy ones excepted; True if so."""
+        late = self._behind()
+        waited_ms = now_ms - self.phase_since_ms
+        busy_until_ms = max((self.members.busy_until_ms(rank) for rank in late), default=0)
+        if not late or waited_ms < self.timing.start_ack_timeout_ms or now_ms < busy_until_ms:
+            return False
+        self._break(late[0], f"rank {names(late)} did not acknowledge {what} within {waited_ms} ms", now_ms)
+        return True
+
+    def _break(self, lost: int, reason: str, now_ms: int) -> None:
+        """The group is over; `Lockstep` says what follows."""
+        raise NotImplementedError
 
     def _resend(self, now_ms: int) -> None:
         for record in self.members:

@@ -26,7 +26,7 @@ from ...proto.messages import (
     ToRank,
     Welcome,
 )
-from .events import Effect, Level, Note, Publish, Send
+from .events import Effect, Ended, Level, Note, Publish, Send
 from .feed import Feed
 from .holds import HoldWish, Operation, Refusal, ResumeWish
 from .members import MemberRecord, Members
@@ -80,6 +80,8 @@ class Deployment:
         if message.rank is not None and message.rank >= self.spec.dp_size:
             detail = f"rank must be in 0..{self.spec.dp_size - 1}, got {message.rank}"
             self._reject(peer, RejectReason.RANK_OUT_OF_RANGE, detail)
+        elif why := self._turned_away():
+            self._reject(peer, RejectReason.HELD, why)
         else:
             self._asked(message, now_ms)
         return self.tick(now_ms)
@@ -88,6 +90,13 @@ class Deployment:
         """Answer a front-end with the whole state."""
         effects = self.tick(now_ms)  # first what is due, so that the snapshot is not older than the feed
         return [*effects, Send(peer, self._feed.snapshot(self.state(now_ms)))]
+
+    def on_ended(self, event: Ended, now_ms: int) -> list[Effect]:
+        """A process on this machine has ended without a word: no need to wait for its silence."""
+        record = self.members.get(event.rank)
+        if record is not None and record.incarnation == event.incarnation:
+            self._lose(record, "its process has ended", now_ms)
+        return self.tick(now_ms)
 
     def on_wish(self, wish: HoldWish | ResumeWish, now_ms: int) -> tuple[Operation | Refusal, list[Effect]]:
         """Handle an operator's wish."""
@@ -185,6 +194,10 @@ class Deployment:
 
     def _gone(self, record: MemberRecord, reason: str, now_ms: int) -> None:
         """A rank has been given up."""
+
+    def _turned_away(self) -> str:
+        """Why a start that is asked for now is refused, or an empty text."""
+        return ""
 
     def _asked(self, message: FirstRequest, now_ms: int) -> None:
         """A front-end asks for a start."""

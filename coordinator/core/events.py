@@ -36,11 +36,19 @@ class Wished(msgspec.Struct, frozen=True):
     wish: HoldWish | ResumeWish
 
 
+class Ended(msgspec.Struct, frozen=True):
+    """The process of this incarnation has ended; seen by a coordinator on the same machine."""
+
+    deployment: str
+    rank: int
+    incarnation: str
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Received | Junk | Wished | Tick
+Event = Received | Junk | Wished | Ended | Tick
 
 
 class Level(StrEnum):

@@ -28,7 +28,7 @@ from ...proto.messages import (
     RejectReason,
 )
 from .deployment import Deployment
-from .events import Answer, Effect, Event, Junk, Level, Note, Received, Send, Tick, Wished
+from .events import Answer, Effect, Ended, Event, Junk, Level, Note, Received, Send, Tick, Wished
 from .holds import Refusal
 from .independent import Independent
 from .lockstep import Lockstep
@@ -72,6 +72,9 @@ class Fleet:
             case Junk():
                 self.dropped[event.reason] += 1
                 effects = [_rejected(event.peer, RejectReason.MALFORMED, event.detail)] if event.answerable else []
+            case Ended():
+                deployment = self.deployments.get(event.deployment)
+                effects = deployment.on_ended(event, now_ms) if deployment is not None else []
             case Wished():
                 effects = self._wish(event, now_ms)
             case Tick():

@@ -5,9 +5,11 @@ history. Held is published when every rank says so of itself, at one wave; until
 sent. A hold outlives a fault: the next group is held.
 """
 
+import msgspec
+
 from ...proto.messages import Hold, Mode, Phase, Resume
 from .commanded import Commanded
-from .holds import HoldWish, Operation, Refusal, ResumeWish, judge_hold, judge_resume
+from .holds import HoldWish, Operation, Refusal, ResumeWish, judge_hold, judge_resume, order_of
 from .specs import DeploymentSpec, FleetSpec
 
 
@@ -26,6 +28,14 @@ class Holding(Commanded):
     def refuses(self) -> bool:
         """Whether new requests are turned away for now."""
         return self.operation is not None and self.operation.wish.refuse
+
+    def _turned_away(self) -> str:
+        """Why a start that is asked for now is refused, or an empty text."""
+        operation = self.operation
+        if operation is None or not operation.wish.refuse:
+            return ""
+        self.operation = msgspec.structs.replace(operation, refused=operation.refused + 1)
+        return f"held by operation {operation.number}; try again when it has been resumed"
 
     def _wished(self, wish: HoldWish | ResumeWish, now_ms: int) -> Operation | Refusal:
         match wish:
@@ -57,12 +67,14 @@ class Holding(Commanded):
     def _hold(self, now_ms: int) -> bool:
         operation = self.operation
         assert operation is not None
-        self._append(self._command(Hold, operation=operation.number, hold_mode=operation.wish.mode), now_ms)
+        self._append(self._command(Hold, order=order_of(operation)), now_ms)
         self._enter(Phase.HOLDING, now_ms, f"hold operation {operation.number}, mode {operation.wish.mode}")
         return True
 
     def _holding(self, now_ms: int) -> bool:
         self._follow_wave()
+        if self._not_acknowledged("the hold", now_ms):
+            return True
         waves = {record.at.wave for record in self.members}
         if len(waves) != 1 or self._not_held():
             return False
@@ -77,7 +89,7 @@ class Holding(Commanded):
     def _resuming(self, now_ms: int) -> bool:
         self._follow_wave()
         if self._behind():
-            return False
+            return self._not_acknowledged("the end of the hold", now_ms)
         self.operation = None
         self._enter(Phase.IDLE, now_ms, "every rank has resumed")
         return True

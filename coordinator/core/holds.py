@@ -8,16 +8,18 @@ The law of this file: an operation is refused with a reason or it is done to its
 and what is said to whom.
 """
 
+from typing import Annotated
+
 import msgspec
 
-from ...proto.messages import HoldMode, Phase
+from ...proto.messages import HoldMode, HoldOrder, Phase
 
 
 class HoldWish(msgspec.Struct, frozen=True):
     """An operator wants the deployment held."""
 
     mode: HoldMode = HoldMode.WAIT
-    key: str = ""
+    key: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """The operator's own name of this operation: asking again with it is not a second operation."""
     refuse: bool = False
     """What happens to starts that are asked for meanwhile: refused with a reason, or (False) remembered and served
@@ -40,6 +42,17 @@ class Operation(msgspec.Struct, frozen=True):
     since_ms: int
     refused: int = 0
     """Starts that were refused because of it."""
+
+
+def order_of(operation: Operation) -> HoldOrder:
+    """As ranks are told it."""
+    wish = operation.wish
+    return HoldOrder(operation.number, wish.mode, wish.key, wish.refuse)
+
+
+def operation_of(order: HoldOrder, now_ms: int) -> Operation:
+    """As ranks remember it, when a coordinator finds it at its start."""
+    return Operation(order.operation, HoldWish(order.hold_mode, order.key, order.refuse), now_ms)
 
 
 class Refusal(msgspec.Struct, frozen=True):

@@ -12,8 +12,6 @@ and the end of a wave on a rank's word. Everything that follows is decided in `_
 each event: so a lost, doubled or late message can delay a decision but not change it.
 """
 
-import msgspec
-
 from ...proto.messages import (
     At,
     Fault,
@@ -32,7 +30,7 @@ from ...proto.messages import (
 )
 from .events import Level
 from .holding import Holding
-from .holds import HoldWish, Operation
+from .holds import operation_of
 from .members import NEVER_MS, MemberRecord, choose_exchange
 from .specs import DeploymentSpec, FleetSpec
 from .waiting import names, stall_text, stalled
@@ -94,10 +92,6 @@ class Lockstep(Holding):
             del self._served_asks[next(iter(self._served_asks))]
         if message.wave < self.wave:
             self._drop("stale")  # sent before the last wave ended; its request is on the way all the same
-        if self.operation is not None and self.operation.wish.refuse:
-            self.operation = msgspec.structs.replace(self.operation, refused=self.operation.refused + 1)
-            self._drop("refused_while_held")
-            return  # the feed tells its sender not to send requests now
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             return  # the rank that gets the request sees the running wave, or asks by itself when that has ended
         if len(self.asks) < ASKS_MAX:
@@ -178,9 +172,11 @@ class Lockstep(Holding):
         self._enter(Phase.IDLE, now_ms, f"adopted epoch {self.epoch} at wave {self.wave}")
         if any(at.mode is Mode.RUNNING and at.wave == self.wave for at in places):
             self._start("a wave was running when this coordinator began", now_ms)
-        if any(at.hold for at in places):  # its operator is known to the coordinator before us only
-            self._operations += 1
-            self.operation = Operation(self._operations, HoldWish(key="found at start"), now_ms)
+        orders = [record.register.hold for record in self.members if record.register.hold is not None]
+        if orders:
+            newest = max(orders, key=lambda order: order.operation)
+            self._operations = newest.operation
+            self.operation = operation_of(newest, now_ms)
             self._hold(now_ms)
         return True
 
@@ -244,18 +240,11 @@ class Lockstep(Holding):
     def _starting(self, now_ms: int) -> bool:
         if self._ended(now_ms):
             return True
-        late = self._behind()
-        busy_until_ms = max((self.members.busy_until_ms(rank) for rank in late), default=0)
-        if not late:
+        if not self._behind():
             self._count_wave()
             self._enter(Phase.RUNNING, now_ms, f"wave {self.wave}: every rank has acknowledged")
             return True
-        waited_ms = now_ms - self.phase_since_ms
-        if waited_ms < self.timing.start_ack_timeout_ms or now_ms < busy_until_ms:
-            return False
-        reason = f"rank {names(late)} did not acknowledge the start of wave {self.wave} within {waited_ms} ms"
-        self._break(late[0], reason, now_ms)
-        return True
+        return self._not_acknowledged(f"the start of wave {self.wave}", now_ms)
 
     def _ended(self, now_ms: int) -> bool:
         """A rank that stands at a later wave is proof that all ranks saw the end of this one."""
@@ -272,7 +261,8 @@ class Lockstep(Holding):
         if self.phase is Phase.FAULTED:
             return
         self.fault = reason = cut(reason)
-        self._wave_broken = self.phase in (Phase.STARTING, Phase.RUNNING, Phase.HOLDING)
+        running = any(record.at.mode is Mode.RUNNING for record in self.members)
+        self._wave_broken = running or self.phase in (Phase.STARTING, Phase.RUNNING)
         self._append(self._command(Fault, lost=lost, reason=reason), now_ms)
         self._enter(Phase.FAULTED, now_ms, reason, Level.ERROR)
 
@@ -294,7 +284,7 @@ class Lockstep(Holding):
                 deadlines.append(self._orphans_due_ms())
             case Phase.FORMING:
                 deadlines.append(self._retry_form_ms or self._patience_ends_ms(self.timing.form_timeout_ms))
-            case Phase.STARTING:
+            case Phase.STARTING | Phase.HOLDING | Phase.RESUMING if self._behind():
                 deadlines.append(self._patience_ends_ms(self.timing.start_ack_timeout_ms))
             case _:
                 pass  # nothing else waits for time alone
@@ -325,7 +315,8 @@ class Lockstep(Holding):
             case Phase.FORMING if self._form_failed:
                 return f"forms epoch {self.epoch} again soon: {self._form_failed}"
             case Phase.FORMING:
-                return f"waits for rank {names(self._not_formed())} to form epoch {self.epoch}, {since}"
+                outside = [r for r in self._not_formed() if r not in self._building()] or self._not_formed()
+                return f"waits for rank {names(outside)} to form epoch {self.epoch}, {since}"
             case Phase.STARTING:
                 late = self._behind()
                 return f"waits for rank {names(late)} to acknowledge the start of wave {self.wave}, {since}"
@@ -335,6 +326,10 @@ class Lockstep(Holding):
                 return f"is held by operation {self.operation.number if self.operation else '?'}, {since}"
             case Phase.FAULTED if self.members.missing():
                 return f"faulted ({self.fault}); waits for rank {names(self.members.missing())} to register, {since}"
+            case Phase.RESUMING:
+                return f"waits for rank {names(self._behind())} to resume, {since}"
+            case Phase.FAULTED if self._behind():
+                return f"faulted ({self.fault}); waits for rank {names(self._behind())} to hear of it, {since}"
             case Phase.FAULTED:
                 return (
                     f"faulted ({self.fault}); waits for rank {names(self._still_inside())} to leave its step, {since}"
@@ -364,6 +359,10 @@ class Lockstep(Holding):
 
     def _not_formed(self) -> list[int]:
         return [record.rank for record in self.members if not self._has_formed(record.at)]
+
+    def _building(self) -> list[int]:
+        """Ranks that build the exchange of this epoch, and wait for others in it."""
+        return [r.rank for r in self.members if r.at.epoch == self.epoch and r.at.mode is Mode.FORMING]
 
     def _still_inside(self) -> list[int]:
         """Ranks that have not left the broken exchange, or not heard that it is broken."""

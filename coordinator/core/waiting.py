@@ -4,7 +4,7 @@ A rank at full load and a rank that only waits look the same from outside; what 
 tells them apart. A rank that waits inside the exchange is not the one that everybody waits for.
 """
 
-from ...proto.messages import Activity
+from ...proto.messages import Activity, Mode
 from .members import MemberRecord, Members
 
 
@@ -14,6 +14,8 @@ def stalled(members: Members, since_ms: int, stall_after_ms: int, now_ms: int) -
     """
     late = []
     for record in members:
+        if record.at.mode is not Mode.RUNNING:
+            continue  # not, or no more, in the wave
         # Before the wave began nobody was waited for.
         began_ms = record.heard_ms if _is_silent(record, stall_after_ms, now_ms) else record.activity_since_ms
         waits = record.activity is Activity.EXCHANGING and not _is_silent(record, stall_after_ms, now_ms)

@@ -1,6 +1,6 @@
 """Stories of ranks that die, fall silent, return, or fail to obey: who is told what, and how the group comes back."""
 
-from wavekeeper.coordinator.core import Effect, Send, Tick
+from wavekeeper.coordinator.core import Effect, Ended, Send, Tick
 from wavekeeper.coordinator.core.lockstep import RETURN_MS
 from wavekeeper.proto import messages as m
 from wavekeeper.proto.codec import decode, encode
@@ -49,6 +49,8 @@ def test_the_next_group_waits_for_the_replacement_and_for_every_survivor_to_leav
             stage.ranks[rank].move(mode=Mode.HALTED, applied=3).says(m.Halted, reason="fault", lost=2)
         )
     assert not sent(effects, m.Form)
+    assert "waits for rank 3 to hear of it" in stage.deployment.waits_for(stage.now_ms)
+    stage.tell(stage.ranks[3].move(applied=3).says(m.Heartbeat))
     assert "waits for rank 3 to leave its step" in stage.deployment.waits_for(stage.now_ms)
 
     effects = stage.tell(stage.ranks[3].move(mode=Mode.HALTED, applied=3).says(m.Halted, reason="fault", lost=2))
@@ -298,3 +300,14 @@ def test_a_coordinator_that_waits_for_ranks_does_not_ask_to_be_called_all_the_ti
         stage.tell(stage.ranks[0].says(m.Heartbeat), Tick(), wait_ms=100)
 
     assert stage.fleet.next_deadline_ms(stage.now_ms) > stage.now_ms
+
+
+def test_a_process_that_has_ended_is_lost_at_once_and_another_life_of_it_is_not() -> None:
+    stage = running(3)
+    rank = stage.ranks[1]
+    stage.tell(Ended("moe", 1, "f" * 16))
+    assert stage.is_in(Phase.RUNNING), "some other incarnation"
+    effects = stage.tell(Ended("moe", 1, rank.incarnation))
+
+    assert stage.is_in(Phase.FAULTED) and "its process has ended" in stage.deployment.fault
+    assert {fault.rank for fault in sent(effects, m.Fault)} == {0, 2}

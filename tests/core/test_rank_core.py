@@ -146,7 +146,7 @@ def test_a_start_of_a_wave_that_is_over_moves_nobody_and_is_acknowledged() -> No
     one.step()
     effects = one.gets(m.Start, epoch=1, seq=3, wave=5)
 
-    assert said(effects) == [m.Started]
+    assert said(effects) == [m.Heartbeat], "not `started`: it has not"
     assert one.core.at() == m.At(mode=Mode.IDLE, term=1, epoch=1, applied=3, wave=6)
 
 

@@ -9,15 +9,14 @@ import time
 
 import pytest
 
+from wavekeeper.proto.process_identity import has_ended, this_process
 from wavekeeper.worker_agent.exchange import GroupSpec, Listener
 from wavekeeper.worker_agent.exchange.base import Deadline
 from wavekeeper.worker_agent.exchange.rendezvous import (
     STORE_ANSWER_S,
     Roll,
     Slow,
-    has_ended,
     split_endpoint,
-    this_process,
 )
 
 from .conftest import together, until

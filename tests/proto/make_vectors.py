@@ -75,7 +75,7 @@ MESSAGES: dict[str, m.Message] = {
         members=[MEMBER],
     ),
     "start a wave": m.Start(**ME, term=7, epoch=2, seq=6, wave=11),
-    "hold": m.Hold(**ME, term=7, epoch=2, seq=7, operation=1, hold_mode=m.HoldMode.WAIT),
+    "hold": m.Hold(**ME, term=7, epoch=2, seq=7, order=m.HoldOrder(1, m.HoldMode.KEEP, "weights-42")),
     "resume": m.Resume(**ME, term=7, epoch=2, seq=8, operation=1),
     "a group is broken": m.Fault(**ME, term=7, epoch=2, seq=9, lost=2, reason="silent for 5000 ms"),
     "the coordinator stops": m.Goodbye(**ME, term=7, reason="SIGTERM"),

@@ -11,14 +11,13 @@ the processes is gone. Every call on the store is made in a thread of its own an
 server is stopped (SIGSTOP) answers never.
 """
 
-import functools
-import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from ...proto.process_identity import has_ended, this_process
 from .base import Deadline, GroupSpec
 
 T = TypeVar("T")
@@ -205,32 +204,3 @@ class Roll:
     def dead(self) -> tuple[int, ...]:
         """Ranks of this host whose process has ended. Of other hosts' ranks nothing is known."""
         return tuple(rank for rank, process in enumerate(self._processes) if rank != self._rank and has_ended(process))
-
-
-def this_process() -> str:
-    """One text for this process: host and pid namespace, pid, and start time (pids are used again)."""
-    return f"{_pid_space()} {os.getpid()} {_start_time(os.getpid())}"
-
-
-def has_ended(process: str) -> bool:
-    """Whether the process of this text ran on this host and does not any more; a zombie has ended."""
-    space, pid, started = process.split(" ")
-    return space == _pid_space() and _start_time(int(pid)) != started
-
-
-@functools.cache
-def _pid_space() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _start_time(pid: int) -> str:
-    """The kernel's start time of a process in clock ticks, or `gone`."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields: Sequence[str] = file.read().rpartition(")")[2].split()  # the name before it may hold anything
-    except (FileNotFoundError, ProcessLookupError):
-        return "gone"
-    state, started = fields[0], fields[19]
-    return "gone" if state in "ZX" else started

@@ -1,0 +1,199 @@
+"""The step: the one place where the rows of a group meet. The base of `RankAgent`.
+
+The law of this file: while a wave runs, every way out of a step leads through its exchange. A row that is not
+allowed, a turn that was skipped, an exception before the step: each gives the others a row that says so, and they
+leave by the same door.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..proto.errors import HeaderMismatchError, LocalProtocolError, RemoteProtocolError, RowInvalidError
+from ..proto.messages import Activity
+from ..proto.rows import DUMMY, Operation, Position, Row, pack, unpack
+from .control import Control, monotonic_ms
+from .errors import (
+    AgentClosedError,
+    AgentError,
+    ExchangeError,
+    ExchangeInterruptedError,
+    RankFailedError,
+    RankLostError,
+    RegistrationRefusedError,
+    StepSkippedError,
+    blamed,
+)
+from .exchange.base import Exchange
+from .offline import OfflineDriver
+from .plan import IDLE_PLAN, Plan, PlanSettings, decide
+from .turn import Turn
+
+_FAILED_ROW = Row(dummy=True, local_error=True)
+
+
+class Stepping:
+    """Exchanges rows for plans. Not thread-safe: one thread drives the loop."""
+
+    def __init__(self, driver: Control | OfflineDriver, settings: PlanSettings, rank: int, dp_size: int) -> None:
+        self.kind = driver.core.kind
+        self.rank = rank
+        self.dp_size = dp_size
+        self.group_rank = rank if self.kind.lockstep else 0
+        """Index of this rank in the tuples of a plan: an independent rank is a group of its own."""
+        self._driver = driver
+        self._core = driver.core
+        self._settings = settings
+
+    @contextmanager
+    def turn(self) -> Iterator[Turn]:
+        """One turn of the loop. Left without `step` while a wave runs, or by an exception before it, it tells the
+        group.
+
+        Raises:
+            StepSkippedError: The turn was left without a step. Every other rank gets `RankFailedError` for the same
+            step.
+        """
+        turn = Turn(self.step)
+        try:
+            yield turn
+        except BaseException:
+            if not turn.stepped:
+                self._fail_step()
+            raise
+        if not turn.stepped and self._fail_step():
+            raise StepSkippedError(f"rank {self.rank} left a turn of a running wave without step()")
+
+    def step(self, row: Row = DUMMY) -> Plan:
+        """Exchange this rank's row with the group's and return the plan, the same on every rank.
+
+        Exactly one exchange while a wave runs, and none otherwise: then a row with `has_work` asks for a wave, and
+        the outcome is IDLE. An independent (dense) rank exchanges nothing and plans for itself alone.
+
+        Raises:
+            RankLostError: The group has lost a rank; the wave is over.
+            RankFailedError: Some rank had a local error: all ranks leave this step, and the wave goes on.
+            HeaderMismatchError, RowInvalidError: The ranks are not at the same exchange, or the transport is damaged.
+            LocalProtocolError: This row is not allowed; the group was told of a local error.
+        """
+        if not self.kind.lockstep:
+            return self._step_alone(row)
+        skipped: LocalProtocolError | None = None
+        with self._driver.changed:
+            self._raise_if_over()
+            self._raise_if_lost()
+            if not self._core.must_step:
+                if row.has_work:
+                    self._driver.perform(self._core.work_arrived())
+                return IDLE_PLAN
+            try:
+                row, position = self._core.begin(row)
+            except LocalProtocolError as error:
+                skipped = error
+        if skipped is not None:
+            self._fail_step()  # the others wait in the sub-steps that this rank left out
+            raise skipped
+        return self._exchange(row, position)
+
+    def substep(self, row: Row = DUMMY) -> Plan:
+        """One further synchronised pass of the present step, such as a draft model's. All ranks run `plan.substeps`
+        of them.
+        """
+        with self._driver.changed:
+            self._raise_if_over()
+            self._raise_if_lost()
+            row, position = self._core.stepper.begin_substep(row)
+        return self._exchange(row, position)
+
+    # --- inside
+    # --------------------------------------------------------------------------------------------------------
+
+    def _step_alone(self, row: Row) -> Plan:
+        with self._driver.changed:
+            self._raise_if_over()
+            self._core.stepper.alone(row)
+            self._enter(Activity.STEPPING)
+            step = self._core.stepper.counters().steps
+        plan = decide((row,), Position(Operation.STEP, 0, 0, step), self._settings)
+        return IDLE_PLAN if plan.over else plan
+
+    def _exchange(self, row: Row, position: Position) -> Plan:
+        """The one place where rows meet."""
+        rejected: LocalProtocolError | None = None
+        try:
+            mine = pack(row, position, self.rank)
+        except LocalProtocolError as error:  # the others wait for a row: give them one that says so
+            rejected, mine = error, pack(_FAILED_ROW, position, self.rank)
+        with self._driver.changed:
+            exchange = self._driver.exchange
+            self._driver.gathering = exchange is not None
+            self._enter(Activity.EXCHANGING)
+        began_ns = time.perf_counter_ns()
+        try:
+            if exchange is None:  # given up between begin and here
+                raise ExchangeInterruptedError("the exchange was given up")
+            data = exchange.gather(mine, timeout_ms=self._core.timing.step_deadline_ms)
+            rows = unpack(data, self.dp_size, mine, position, self.rank)
+        except (ExchangeError, RemoteProtocolError) as error:
+            raise self._left(error, exchange, position) from error
+        took_us = (time.perf_counter_ns() - began_ns) / 1000
+        plan = decide(rows, position, self._settings)
+        with self._driver.changed:
+            self._driver.gathering = False
+            self._driver.perform(self._core.finish(plan, took_us))
+            self._enter(Activity.IDLE if plan.over else Activity.STEPPING)
+        if rejected is not None:
+            raise rejected
+        if plan.failed:
+            raise RankFailedError(plan.failed, plan.wave, plan.step)
+        return plan
+
+    def _left(self, error: Exception, exchange: Exchange | None, position: Position) -> Exception:
+        """Out of an exchange that gave no rows: settle the state, and return the error for the engine."""
+        with self._driver.changed:
+            self._driver.gathering = False
+            known, effects = self._core.leave_for_fault()
+            if known is None and not self._core.closed:
+                effects = self._core.fail(str(error), blamed(error))
+            self._driver.perform(effects)
+        if exchange is not None:
+            exchange.close()
+        if self._core.closed:
+            return AgentClosedError("the agent was closed during an exchange")
+        if known is not None:
+            return RankLostError(known.rank, known.wave, known.step, known.reason)
+        if isinstance(error, (HeaderMismatchError, RowInvalidError)):
+            return error
+        return RankLostError(blamed(error), position.wave, position.step, str(error))
+
+    def _fail_step(self) -> bool:
+        """Tell the group that this rank cannot take its step. False: no wave runs, so nobody waits."""
+        try:
+            with self._driver.changed:
+                if not self.kind.lockstep or not self._core.stepper.running or self._core.closed:
+                    return False
+                row, position = self._core.begin_failure(_FAILED_ROW)
+            self._exchange(row, position)
+        except (AgentError, RemoteProtocolError):
+            pass  # the group knows, or there is none any more; the caller's own error says why
+        return True
+
+    def _raise_if_over(self) -> None:
+        if self._driver.broken is not None:
+            raise AgentClosedError(f"the agent failed: {self._driver.broken!r}") from self._driver.broken
+        if self._core.closed:
+            raise AgentClosedError("the agent is closed")
+        refused = self._core.refused
+        if refused is not None and not refused.retry:
+            raise RegistrationRefusedError(refused.reason, refused.detail, tuple(refused.mismatches))
+
+    def _raise_if_lost(self) -> None:
+        lost, effects = self._core.leave_for_fault()
+        self._driver.perform(effects)
+        if lost is not None:
+            raise RankLostError(lost.rank, lost.wave, lost.step, lost.reason)
+
+    def _enter(self, activity: Activity) -> None:
+        if self._core.activity is not activity:
+            self._core.activity = activity
+            self._core.activity_since_ms = monotonic_ms()
