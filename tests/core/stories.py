@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from wavekeeper.coordinator.core import DeploymentSpec, Effect, Fleet, FleetSpec, Publish, Received, Send, Tick
+from wavekeeper.coordinator.core import DeploymentSpec, Effect, Event, Fleet, FleetSpec, Publish, Received, Send, Tick
 from wavekeeper.proto import messages as m
 from wavekeeper.proto.codec import decode, encode
 
@@ -135,7 +135,7 @@ class Stage:
         """Whether the deployment is in this phase now."""
         return bool(self.deployment.phase is phase)
 
-    def tell(self, *events: Received | Tick, wait_ms: int = 0) -> list[Effect]:
+    def tell(self, *events: Event, wait_ms: int = 0) -> list[Effect]:
         """Let events happen at one moment; what came of them."""
         self.now_ms += wait_ms
         effects = [effect for event in events or (Tick(),) for effect in self.fleet.handle(event, self.now_ms)]
