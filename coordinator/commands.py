@@ -168,6 +168,36 @@ def resume(deployment: str, url: str, operation: int | None, wait_s: float) -> N
 
 
 @cli.command()
+@click.argument("deployment")
+@url_option
+@click.option("--to", "size", type=int, required=True, help="Ranks that shall make up the group: 0 to N-1.")
+@click.option("--deadline", "deadline_s", default=60.0, show_default=True, help="Seconds until it is rolled back.")
+def scale(deployment: str, url: str, size: int, deadline_s: float) -> None:
+    """Change how many ranks make up a lockstep deployment, within its configured dp_size.
+
+    The old group serves until the new ranks are registered; then the wave ends, and the new group is formed. What
+    does not come true in time is rolled back, and says who did not come.
+    """
+    from .core.regroups import ScaleWish
+    from .status.operator_client import regroup
+
+    finish(regroup(url, deployment, "scale", ScaleWish(size, deadline_s), deadline_s + 10))
+
+
+@cli.command()
+@click.argument("deployment")
+@url_option
+@click.option("--shrink", is_flag=True, required=True, help="Go on with the ranks that are left.")
+@click.option("--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait until it is done.")
+def recover(deployment: str, url: str, shrink: bool, wait_s: float) -> None:
+    """Let a faulted deployment go on without waiting for replacements."""
+    from .core.regroups import RecoverWish
+    from .status.operator_client import regroup
+
+    finish(regroup(url, deployment, "recover", RecoverWish(shrink), wait_s))
+
+
+@cli.command()
 @url_option
 def healthcheck(url: str) -> None:
     """Succeed if the coordinator is alive (for HEALTHCHECK and ExecStartPost)."""

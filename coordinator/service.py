@@ -41,7 +41,9 @@ from .core import (
     Tick,
     Wished,
 )
-from .core.holds import HoldWish, Operation, Refusal, ResumeWish
+from .core.events import Wish
+from .core.holds import Operation, Refusal
+from .core.regroups import Regroup
 from .core.view import FleetView, fleet_view
 from .status.app import ServiceInfo, StatusUnavailableError, make_app
 from .status.server import HttpBindError, StatusServer
@@ -82,7 +84,7 @@ class Service:
         self._stopping = ""
         self._questions: deque[Future[FleetView]] = deque()
         self._wishes: deque[Wished] = deque()
-        self._unanswered: dict[int, Future[Operation | Refusal]] = {}
+        self._unanswered: dict[int, Future[Operation | Regroup | Refusal]] = {}
         self._tokens = count(1)
         self._junk_logged_ms: dict[str, int] = {}
         self._checked_ms = 0
@@ -152,14 +154,14 @@ class Service:
         except TimeoutError:
             raise StatusUnavailableError(f"the coordinator's loop did not answer within {ANSWER_S_MAX:g} s") from None
 
-    async def wish(self, deployment: str, wish: HoldWish | ResumeWish) -> Operation | Refusal:
+    async def wish(self, deployment: str, wish: Wish) -> Operation | Regroup | Refusal:
         """An operator's wish, for the status endpoint. Called on the HTTP server's thread.
 
         Raises:
             StatusUnavailableError: The service's thread did not answer in time; the wish may still come true.
         """
         token = next(self._tokens)
-        answer: Future[Operation | Refusal] = Future()
+        answer: Future[Operation | Regroup | Refusal] = Future()
         self._unanswered[token] = answer
         self._wishes.append(Wished(token, deployment, wish))
         self.transport.wake()

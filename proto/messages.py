@@ -225,6 +225,8 @@ class Register(FromRank, frozen=True, kw_only=True):
     """The hold that this rank is under."""
     group: str = ""
     """Token of the group that this rank's exchange belongs to; empty when it has none."""
+    group_ranks: Annotated[list[Rank], Meta(max_length=DP_SIZE_MAX)] = []
+    """The ranks of that group, in order."""
     settings: Annotated[dict[Word, Setting], Meta(max_length=256)] = {}
     """Everything else that changes what the group does: graph buckets, thresholds, row layout, versions."""
     host: Address = ""
@@ -379,7 +381,11 @@ class Command(ToRank, frozen=True, kw_only=True):
 
 
 class Form(Command, frozen=True, kw_only=True):
-    """Leave the old exchange, build this one, try it with one pre-flight exchange, and say `Formed`."""
+    """Leave the old exchange, build this one, try it with one pre-flight exchange, and say `Formed`.
+
+    Places in the exchange are those in `members`, which need not be all ranks; who is not among them is a spare from
+    now on.
+    """
 
     group: str
     exchange: str

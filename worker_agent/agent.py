@@ -161,7 +161,7 @@ class RankAgent(Stepping):
         """
         settings = settings or PlanSettings()
         timing = Timing(step_deadline_ms=round(step_deadline_s * 1000), form_timeout_ms=round(form_timeout_s * 1000))
-        core = OfflineCore(rank, kind, timing)
+        core = OfflineCore(rank, dp_size, kind, timing)
         listener = Listener.at(rendezvous) if kind.lockstep and rank == 0 and rendezvous else None
         builder = Builder(deployment, rank, device, listener)
         built = None

@@ -378,6 +378,12 @@ class RankCore(Voice):
     def _build(self) -> None:
         form = self._form
         assert form is not None
+        self.group_ranks = tuple(member.rank for member in form.members)
+        if self.identity.rank not in self.group_ranks:  # a spare: alive, and part of nothing
+            self._form, self.mode, self.group_ranks = None, Mode.JOINING, ()
+            self._heartbeat_ms = 0
+            return
+        self.stepper.rank = self.group_rank
         self.mode = Mode.FORMING
         self.stepper.epoch, self.stepper.wave, self.stepper.step = form.epoch, form.wave, 0
         self.stepper.ended_at = form.wave, 0

@@ -37,38 +37,43 @@ class Builder:
         Raises:
             ExchangeError: It cannot be built; says who or what is missing.
         """
-        return self._build(
-            form.exchange, form.epoch, form.group, form.wave, len(form.members), form.members[0].rendezvous, timeout_ms
+        ranks = [member.rank for member in form.members]
+        group = GroupSpec(
+            deployment=self._deployment,
+            epoch=form.epoch,
+            group=form.group,
+            rank=ranks.index(self._rank),
+            dp_size=len(ranks),
+            rendezvous=form.members[0].rendezvous,
+            device=self._device,
         )
+        return self._build(form.exchange, group, form.wave, timeout_ms)
 
     def build_offline(self, exchange: str, dp_size: int, rendezvous: str, timeout_ms: int) -> Exchange:
         """The same without a coordinator: the deployment's name is all that the ranks have in common."""
-        return self._build(exchange, OFFLINE_EPOCH, "offline", 0, dp_size, rendezvous, timeout_ms)
+        group = GroupSpec(
+            deployment=self._deployment,
+            epoch=OFFLINE_EPOCH,
+            group="offline",
+            rank=self._rank,
+            dp_size=dp_size,
+            rendezvous=rendezvous,
+            device=self._device,
+        )
+        return self._build(exchange, group, 0, timeout_ms)
 
     def close(self) -> None:
         """Stop listening."""
         if self._listener is not None:
             self._listener.close()
 
-    def _build(
-        self, backend: str, epoch: int, token: str, wave: int, dp_size: int, rendezvous: str, timeout_ms: int
-    ) -> Exchange:
-        group = GroupSpec(
-            deployment=self._deployment,
-            epoch=epoch,
-            group=token,
-            rank=self._rank,
-            dp_size=dp_size,
-            rendezvous=rendezvous,
-            device=self._device,
-        )
-        exchange = make_exchange(
-            backend, group, timeout_ms=timeout_ms, listener=self._listener if self._rank == 0 else None
-        )
-        position = Position(Operation.PREFLIGHT, epoch, wave, 0)
-        mine = pack(DUMMY, position, self._rank)
+    def _build(self, backend: str, group: GroupSpec, wave: int, timeout_ms: int) -> Exchange:
+        listener = self._listener if group.rank == 0 else None
+        exchange = make_exchange(backend, group, timeout_ms=timeout_ms, listener=listener)
+        position = Position(Operation.PREFLIGHT, group.epoch, wave, 0)
+        mine = pack(DUMMY, position, group.rank)
         try:
-            unpack(exchange.gather(mine, timeout_ms=timeout_ms), dp_size, mine, position, self._rank)
+            unpack(exchange.gather(mine, timeout_ms=timeout_ms), group.dp_size, mine, position, group.rank)
         except Exception:
             exchange.close()
             raise

@@ -19,8 +19,10 @@ from .stepper import Stepper
 class OfflineCore:
     """Pure. The same engine-side door as `RankCore`, with nobody on the other side."""
 
-    def __init__(self, rank: int, kind: Kind, timing: Timing) -> None:
+    def __init__(self, rank: int, dp_size: int, kind: Kind, timing: Timing) -> None:
         self.kind = kind
+        self.group_ranks = tuple(range(dp_size)) if kind.lockstep else (rank,)
+        self.group_rank = rank if kind.lockstep else 0
         self.timing = timing
         self.stepper = Stepper(rank)
         self.stepper.epoch = OFFLINE_EPOCH

@@ -39,11 +39,20 @@ class Stepping:
         self.kind = driver.core.kind
         self.rank = rank
         self.dp_size = dp_size
-        self.group_rank = rank if self.kind.lockstep else 0
-        """Index of this rank in the tuples of a plan: an independent rank is a group of its own."""
+        """As configured; `group_ranks` is who makes up the group now."""
         self._driver = driver
         self._core = driver.core
         self._settings = settings
+
+    @property
+    def group_ranks(self) -> tuple[int, ...]:
+        """Ranks that make up the group of this epoch, in the order of a plan's tuples; empty while there is none."""
+        return self._core.group_ranks
+
+    @property
+    def group_rank(self) -> int:
+        """Index of this rank in the tuples of a plan: an independent rank is a group of its own."""
+        return self._core.group_rank
 
     @contextmanager
     def turn(self) -> Iterator[Turn]:
@@ -120,10 +129,11 @@ class Stepping:
     def _exchange(self, row: Row, position: Position) -> Plan:
         """The one place where rows meet."""
         rejected: LocalProtocolError | None = None
+        place = self.group_rank
         try:
-            mine = pack(row, position, self.rank)
+            mine = pack(row, position, place)
         except LocalProtocolError as error:  # the others wait for a row: give them one that says so
-            rejected, mine = error, pack(_FAILED_ROW, position, self.rank)
+            rejected, mine = error, pack(_FAILED_ROW, position, place)
         with self._driver.changed:
             exchange = self._driver.exchange
             self._driver.gathering = exchange is not None
@@ -133,7 +143,7 @@ class Stepping:
             if exchange is None:  # given up between begin and here
                 raise ExchangeInterruptedError("the exchange was given up")
             data = exchange.gather(mine, timeout_ms=self._core.timing.step_deadline_ms)
-            rows = unpack(data, self.dp_size, mine, position, self.rank)
+            rows = unpack(data, len(self.group_ranks), mine, position, place)
         except (ExchangeError, RemoteProtocolError) as error:
             raise self._left(error, exchange, position) from error
         took_us = (time.perf_counter_ns() - began_ns) / 1000
@@ -145,7 +155,7 @@ class Stepping:
         if rejected is not None:
             raise rejected
         if plan.failed:
-            raise RankFailedError(plan.failed, plan.wave, plan.step)
+            raise RankFailedError(tuple(self.group_ranks[place] for place in plan.failed), plan.wave, plan.step)
         return plan
 
     def _left(self, error: Exception, exchange: Exchange | None, position: Position) -> Exception:
@@ -154,7 +164,7 @@ class Stepping:
             self._driver.gathering = False
             known, effects = self._core.leave_for_fault()
             if known is None and not self._core.closed:
-                effects = self._core.fail(str(error), blamed(error))
+                effects = self._core.fail(str(error), self._lost_by(error))
             self._driver.perform(effects)
         if exchange is not None:
             exchange.close()
@@ -164,7 +174,12 @@ class Stepping:
             return RankLostError(known.rank, known.wave, known.step, known.reason)
         if isinstance(error, (HeaderMismatchError, RowInvalidError)):
             return error
-        return RankLostError(blamed(error), position.wave, position.step, str(error))
+        return RankLostError(self._lost_by(error), position.wave, position.step, str(error))
+
+    def _lost_by(self, error: Exception) -> int | None:
+        """The rank that an exchange's error blames; the exchange knows only places."""
+        place, ranks = blamed(error), self.group_ranks
+        return ranks[place] if place is not None and place < len(ranks) else None
 
     def _fail_step(self) -> bool:
         """Tell the group that this rank cannot take its step. False: no wave runs, so nobody waits."""

@@ -51,6 +51,8 @@ class Voice:
         self.hold: HoldOrder | None = None
         """The hold that this rank has applied and not yet been resumed from."""
         self.group = ""
+        self.group_ranks: tuple[int, ...] = ()
+        """Ranks of the group, in the order of their places."""
         self.exchange = ""
         self.heard_ms = now_ms
         self.load = Load()
@@ -66,6 +68,11 @@ class Voice:
         self._load_dirty = False
         self._load_sent_ms = now_ms - LOAD_INTERVAL_MS
         self._out: list[Effect] = []
+
+    @property
+    def group_rank(self) -> int:
+        """This rank's place in its group: index in the tuples of a plan. An independent rank is a group of its own."""
+        return self.group_ranks.index(self.identity.rank) if self.identity.rank in self.group_ranks else 0
 
     def at(self) -> At:
         """This rank's whole position."""
@@ -117,7 +124,13 @@ class Voice:
             self._send(LoadReport, load=self.load)
 
     def _register(self, now_ms: int) -> None:
-        self._send(Register, group=self.group, hold=self.hold, **self.identity.of_registration())
+        self._send(
+            Register,
+            group=self.group,
+            group_ranks=list(self.group_ranks),
+            hold=self.hold,
+            **self.identity.of_registration(),
+        )
         self._load_dirty = True  # a new term has not heard it yet
         self._schedule_register(now_ms)
 

@@ -48,7 +48,7 @@ class Commanded(Deployment):
 
     def _behind(self) -> list[int]:
         """Ranks that have not acknowledged the command that the present phase stands on."""
-        return [record.rank for record in self.members if record.applied < self._phase_seq]
+        return [record.rank for record in self.members.group() if record.applied < self._phase_seq]
 
     def _not_acknowledged(self, what: str, now_ms: int) -> bool:
         """Break the group if some rank has not acknowledged in time, busy ones excepted; True if so."""

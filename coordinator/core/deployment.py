@@ -26,10 +26,11 @@ from ...proto.messages import (
     ToRank,
     Welcome,
 )
-from .events import Effect, Ended, Level, Note, Publish, Send
+from .events import Effect, Ended, Level, Note, Publish, Send, Wish
 from .feed import Feed
-from .holds import HoldWish, Operation, Refusal, ResumeWish
+from .holds import Operation, Refusal
 from .members import MemberRecord, Members
+from .regroups import Regroup
 from .specs import DeploymentSpec, FleetSpec
 from .waiting import names
 
@@ -98,7 +99,7 @@ class Deployment:
             self._lose(record, "its process has ended", now_ms)
         return self.tick(now_ms)
 
-    def on_wish(self, wish: HoldWish | ResumeWish, now_ms: int) -> tuple[Operation | Refusal, list[Effect]]:
+    def on_wish(self, wish: Wish, now_ms: int) -> tuple[Operation | Regroup | Refusal, list[Effect]]:
         """Handle an operator's wish."""
         answer = self._wished(wish, now_ms)
         return answer, self.tick(now_ms)
@@ -202,9 +203,11 @@ class Deployment:
     def _asked(self, message: FirstRequest, now_ms: int) -> None:
         """A front-end asks for a start."""
 
-    def _wished(self, wish: HoldWish | ResumeWish, now_ms: int) -> Operation | Refusal:
+    def _wished(self, wish: Wish, now_ms: int) -> Operation | Regroup | Refusal:
         """An operator asks for a hold or its end."""
-        detail = f"{self.spec.name} is dense: its ranks share nothing that could be held; drain them one by one"
+        detail = (
+            f"{self.spec.name} is dense: its ranks share nothing that could be held or regrouped; drain them one by one"
+        )
         return Refusal("dense", detail)
 
     def _advance(self, now_ms: int) -> None:

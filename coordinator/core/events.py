@@ -10,6 +10,9 @@ import msgspec
 
 from ...proto.messages import Message
 from .holds import HoldWish, Operation, Refusal, ResumeWish
+from .regroups import RecoverWish, Regroup, ScaleWish
+
+Wish = HoldWish | ResumeWish | ScaleWish | RecoverWish
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -33,7 +36,7 @@ class Wished(msgspec.Struct, frozen=True):
 
     token: int
     deployment: str
-    wish: HoldWish | ResumeWish
+    wish: Wish
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -85,7 +88,7 @@ class Answer(msgspec.Struct, frozen=True):
     """What became of an operator's wish."""
 
     token: int
-    answer: Operation | Refusal
+    answer: Operation | Regroup | Refusal
 
 
 Effect = Send | Publish | Note | Answer

@@ -9,7 +9,9 @@ import msgspec
 
 from ...proto.messages import Hold, Mode, Phase, Resume
 from .commanded import Commanded
+from .events import Wish
 from .holds import HoldWish, Operation, Refusal, ResumeWish, judge_hold, judge_resume, order_of
+from .regroups import Regroup
 from .specs import DeploymentSpec, FleetSpec
 
 
@@ -37,12 +39,14 @@ class Holding(Commanded):
         self.operation = msgspec.structs.replace(operation, refused=operation.refused + 1)
         return f"held by operation {operation.number}; try again when it has been resumed"
 
-    def _wished(self, wish: HoldWish | ResumeWish, now_ms: int) -> Operation | Refusal:
+    def _wished(self, wish: Wish, now_ms: int) -> Operation | Regroup | Refusal:
         match wish:
             case HoldWish():
                 return self._wished_hold(wish, now_ms)
             case ResumeWish():
                 return self._wished_resume(wish, now_ms)
+            case _:
+                return super()._wished(wish, now_ms)
 
     def _wished_hold(self, wish: HoldWish, now_ms: int) -> Operation | Refusal:
         judged = judge_hold(wish, self.operation, self.phase, self.waits_for(now_ms))
@@ -75,7 +79,7 @@ class Holding(Commanded):
         self._follow_wave()
         if self._not_acknowledged("the hold", now_ms):
             return True
-        waves = {record.at.wave for record in self.members}
+        waves = {record.at.wave for record in self.members.group()}
         if len(waves) != 1 or self._not_held():
             return False
         self._enter(Phase.HELD, now_ms, f"every rank is held at wave {self.wave}, its device idle")
@@ -96,14 +100,14 @@ class Holding(Commanded):
 
     def _follow_wave(self) -> None:
         """A hold in `wait` mode lets the running wave end."""
-        wave = max(record.at.wave for record in self.members)
+        wave = max(record.at.wave for record in self.members.group())
         if wave > self.wave:
             self._count_wave()
             self.wave = wave
 
     def _not_held(self) -> list[int]:
         """Ranks that have not said that they are held since the present command."""
-        return [r.rank for r in self.members if r.at.mode is not Mode.HELD or r.applied < self._phase_seq]
+        return [r.rank for r in self.members.group() if r.at.mode is not Mode.HELD or r.applied < self._phase_seq]
 
     def _count_wave(self) -> None:
         """The present wave has run."""

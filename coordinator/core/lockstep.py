@@ -29,9 +29,9 @@ from ...proto.messages import (
     cut,
 )
 from .events import Level
-from .holding import Holding
 from .holds import operation_of
 from .members import NEVER_MS, MemberRecord, choose_exchange
+from .regrouping import Regrouping
 from .specs import DeploymentSpec, FleetSpec
 from .waiting import names, stall_text, stalled
 
@@ -48,7 +48,7 @@ _FORMED = (*_AWAKE, Phase.HOLDING, Phase.HELD, Phase.RESUMING)
 _FORMED_MODES = (Mode.IDLE, Mode.RUNNING, Mode.HELD)
 
 
-class Lockstep(Holding):
+class Lockstep(Regrouping):
     """A deployment whose ranks step together."""
 
     def __init__(self, spec: DeploymentSpec, fleet: FleetSpec, term: int, now_ms: int) -> None:
@@ -62,7 +62,6 @@ class Lockstep(Holding):
         """Who asked for a start that has not been served, and since when."""
         self._served_asks: dict[str, int] = {}
         self._form_failures = 0
-        self._form_failed = ""
         self._retry_form_ms = 0
         self._wave_broken = False
         """The last fault met a wave: its number is used up."""
@@ -98,7 +97,7 @@ class Lockstep(Holding):
             self.asks.setdefault(f"front-end {message.front_end}", now_ms)
 
     def _gone(self, record: MemberRecord, reason: str, now_ms: int) -> None:
-        if self.phase is not Phase.GATHERING:
+        if self.phase is not Phase.GATHERING and record.rank in self.members.places:
             self._break(record.rank, f"rank {record.rank} {reason}", now_ms)
 
     def _seq_before_joining(self) -> int:
@@ -114,8 +113,10 @@ class Lockstep(Holding):
 
     def _advance_once(self, now_ms: int) -> bool:
         """Make at most one transition; True if one was made."""
-        if self.phase in _FORMED and (out := [r.rank for r in self.members if self._has_left(r.at)]):
+        if self.phase in _FORMED and (out := [r.rank for r in self.members.group() if self._has_left(r.at)]):
             self._break(out[0], f"rank {names(out)} left the exchange", now_ms)
+            return True
+        if self._regrouping(now_ms):
             return True
         match self.phase:
             case Phase.GATHERING:
@@ -140,9 +141,10 @@ class Lockstep(Holding):
                 return False  # no phase of a lockstep deployment
 
     def _gathering(self, now_ms: int) -> bool:
+        self._learn_places()
         if self.members.full:
             return self._adopt(now_ms) or self._form(now_ms, "all ranks are registered")
-        orphans = [record for record in self.members if record.at.mode in _FORMED_MODES]
+        orphans = [record for record in self.members.group() if record.at.mode in _FORMED_MODES]
         if orphans and now_ms >= self._orphans_due_ms():
             waited_ms = now_ms - min(record.joined_ms for record in orphans)
             # A new term found a part of a group: those who are missing died while nobody watched.
@@ -153,26 +155,36 @@ class Lockstep(Holding):
             return True
         return False
 
+    def _learn_places(self) -> None:
+        """Which ranks made up the group before this coordinator began; a scaled group stays scaled."""
+        known = [record for record in self.members if record.register.group_ranks]
+        if known:
+            newest = max(known, key=lambda record: record.at.epoch)
+            places = tuple(newest.register.group_ranks)
+            if places != self.members.places and max(places) < self.spec.dp_size:
+                self.members.move(places)
+
     def _orphans_due_ms(self) -> int:
         """Until when the rest of a group that was there before us may come back; never, while nobody of it has."""
-        joined = [record.joined_ms for record in self.members if record.at.mode in _FORMED_MODES]
+        joined = [record.joined_ms for record in self.members.group() if record.at.mode in _FORMED_MODES]
         return min(joined) + self.timing.dead_after_ms + RETURN_MS if joined else NEVER_MS
 
     def _adopt(self, now_ms: int) -> bool:
         """After a restart: all ranks are there and belong to one group, so nothing has to be formed."""
-        groups = {record.register.group for record in self.members}
-        if len(groups) != 1 or "" in groups or any(record.at.mode not in _FORMED_MODES for record in self.members):
+        members = self.members.group()
+        groups = {record.register.group for record in members}
+        if len(groups) != 1 or "" in groups or any(record.at.mode not in _FORMED_MODES for record in members):
             return False
-        places = [record.at for record in self.members]
+        places = [record.at for record in members]
         self.group = groups.pop()
         self.epoch = places[0].epoch
         self.wave = max(at.wave for at in places)
-        self.exchange = choose_exchange(self.spec, [record.register for record in self.members])[0]
+        self.exchange = choose_exchange(self.spec, [record.register for record in members])[0]
         self.exchange_reason = "kept: the ranks were already formed when this coordinator began"
         self._enter(Phase.IDLE, now_ms, f"adopted epoch {self.epoch} at wave {self.wave}")
         if any(at.mode is Mode.RUNNING and at.wave == self.wave for at in places):
             self._start("a wave was running when this coordinator began", now_ms)
-        orders = [record.register.hold for record in self.members if record.register.hold is not None]
+        orders = [record.register.hold for record in members if record.register.hold is not None]
         if orders:
             newest = max(orders, key=lambda order: order.operation)
             self._operations = newest.operation
@@ -185,7 +197,7 @@ class Lockstep(Holding):
         self.wave = max([self.wave + self._wave_broken, *(record.at.wave for record in self.members)])
         self._wave_broken = False
         self.group = f"{self._fleet.boot[:8]}-{self.term}-{self.epoch}"
-        self.exchange, self.exchange_reason = choose_exchange(self.spec, [record.register for record in self.members])
+        self.exchange, self.exchange_reason = choose_exchange(self.spec, [r.register for r in self.members.group()])
         self._form_failed, self._retry_form_ms = "", 0
         self._append(
             self._command(
@@ -193,7 +205,7 @@ class Lockstep(Holding):
                 group=self.group,
                 exchange=self.exchange,
                 wave=self.wave,
-                members=[record.public() for record in self.members],
+                members=[record.public() for record in self.members.group()],
             ),
             now_ms,
         )
@@ -201,7 +213,7 @@ class Lockstep(Holding):
         return True
 
     def _forming(self, now_ms: int) -> bool:
-        if all(self._has_formed(record.at) for record in self.members):
+        if all(self._has_formed(record.at) for record in self.members.group()):
             self._form_failures = 0
             self._enter(Phase.IDLE, now_ms, f"epoch {self.epoch} is formed at wave {self.wave}")
             return True
@@ -225,7 +237,7 @@ class Lockstep(Holding):
             return True
         if self.operation is not None:  # a fault came between: the operator's wish stands
             return self._hold(now_ms)
-        holders = [r.rank for r in self.members if r.at.has_work and r.at.mode is Mode.IDLE and r.at.wave == self.wave]
+        holders = [r.rank for r in self.members.group() if self._asks(r.at)]
         if not self.asks and not holders:
             return False
         why = f"rank {names(holders)} holds work" if holders else next(iter(self.asks)) + " asked"
@@ -261,7 +273,7 @@ class Lockstep(Holding):
         if self.phase is Phase.FAULTED:
             return
         self.fault = reason = cut(reason)
-        running = any(record.at.mode is Mode.RUNNING for record in self.members)
+        running = any(record.at.mode is Mode.RUNNING for record in self.members.group())
         self._wave_broken = running or self.phase in (Phase.STARTING, Phase.RUNNING)
         self._append(self._command(Fault, lost=lost, reason=reason), now_ms)
         self._enter(Phase.FAULTED, now_ms, reason, Level.ERROR)
@@ -279,6 +291,8 @@ class Lockstep(Holding):
     def next_deadline_ms(self, now_ms: int) -> int:
         """When `tick` must be called again at the latest."""
         deadlines = [super().next_deadline_ms(now_ms)]
+        if self.regroup is not None and self.regroup.in_progress:
+            deadlines.append(max(self.regroup.deadline_ms, now_ms + 1))
         match self.phase:
             case Phase.GATHERING:
                 deadlines.append(self._orphans_due_ms())
@@ -353,18 +367,22 @@ class Lockstep(Holding):
     def _has_formed(self, at: At) -> bool:
         return at.epoch == self.epoch and at.term == self.term and at.mode in _FORMED_MODES
 
+    def _asks(self, at: At) -> bool:
+        """A rank of this very wave that holds work and runs nothing."""
+        return at.has_work and at.mode is Mode.IDLE and at.wave == self.wave
+
     def _has_left(self, at: At) -> bool:
         """A rank that has halted says so in every message, so a lost `Halted` is not the end of it."""
         return at.mode is Mode.HALTED and at.epoch == self.epoch
 
     def _not_formed(self) -> list[int]:
-        return [record.rank for record in self.members if not self._has_formed(record.at)]
+        return [record.rank for record in self.members.group() if not self._has_formed(record.at)]
 
     def _building(self) -> list[int]:
         """Ranks that build the exchange of this epoch, and wait for others in it."""
-        return [r.rank for r in self.members if r.at.epoch == self.epoch and r.at.mode is Mode.FORMING]
+        return [r.rank for r in self.members.group() if r.at.epoch == self.epoch and r.at.mode is Mode.FORMING]
 
     def _still_inside(self) -> list[int]:
         """Ranks that have not left the broken exchange, or not heard that it is broken."""
         outside = (Mode.JOINING, Mode.HALTED)
-        return [r.rank for r in self.members if r.at.mode not in outside or r.applied < self._phase_seq]
+        return [r.rank for r in self.members.group() if r.at.mode not in outside or r.applied < self._phase_seq]

@@ -81,6 +81,8 @@ class Members:
         self._by_rank: dict[int, MemberRecord] = {}
         self._sorted: list[MemberRecord] = []
         self._departed = Counters()
+        self.places: tuple[int, ...] = tuple(range(spec.dp_size))
+        """Ranks that make up the group; any other that is registered is a spare."""
         self._fenced: dict[tuple[int, str], int] = {}
         """Dead incarnations, with the highest number heard of each."""
         self.version = 0
@@ -100,12 +102,21 @@ class Members:
 
     @property
     def full(self) -> bool:
-        """Whether every rank of the deployment is there."""
-        return len(self._by_rank) == self._spec.dp_size
+        """Whether every place of the group is taken."""
+        return all(rank in self._by_rank for rank in self.places)
 
     def missing(self) -> list[int]:
-        """Ranks that are not there."""
-        return [rank for rank in range(self._spec.dp_size) if rank not in self._by_rank]
+        """Places that are not taken."""
+        return [rank for rank in self.places if rank not in self._by_rank]
+
+    def group(self) -> list[MemberRecord]:
+        """The ranks that make up the group, as far as they are there."""
+        return [self._by_rank[rank] for rank in self.places if rank in self._by_rank]
+
+    def move(self, places: tuple[int, ...]) -> None:
+        """From now on other ranks make up the group."""
+        self.places = places
+        self.version += 1
 
     def get(self, rank: int) -> MemberRecord | None:
         """The living incarnation of `rank`."""

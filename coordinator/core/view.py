@@ -10,6 +10,7 @@ from .deployment import Deployment
 from .fleet import Fleet
 from .lockstep import Lockstep
 from .members import MemberRecord
+from .regroups import RegroupState
 
 
 class RankView(msgspec.Struct, frozen=True):
@@ -65,6 +66,16 @@ class HoldView(msgspec.Struct, frozen=True):
     held_ranks: list[int]
 
 
+class RegroupView(msgspec.Struct, frozen=True):
+    """The change of ranks that is in progress, or was the last."""
+
+    number: int
+    to: list[int]
+    state: RegroupState
+    detail: str
+    since_s: float
+
+
 class DeploymentView(msgspec.Struct, frozen=True):
     """One deployment."""
 
@@ -92,6 +103,9 @@ class DeploymentView(msgspec.Struct, frozen=True):
     exchange: ExchangeView | None
     fault: str
     hold: HoldView | None
+    group_ranks: list[int]
+    """Ranks that make up the group, of a dense deployment all; any other that is up is a spare."""
+    regroup: RegroupView | None
     waiting_starts: list[WaitingStart]
     lost_ranks: int
     load: Load
@@ -155,6 +169,8 @@ def deployment_view(deployment: Deployment, now_ms: int) -> DeploymentView:
         exchange=ExchangeView(lockstep.exchange, lockstep.exchange_reason) if lockstep and lockstep.exchange else None,
         fault=lockstep.fault if lockstep and lockstep.phase is Phase.FAULTED else "",
         hold=_hold_view(lockstep, now_ms) if lockstep else None,
+        group_ranks=list(deployment.members.places),
+        regroup=_regroup_view(lockstep, now_ms) if lockstep else None,
         waiting_starts=_waiting_starts(lockstep, now_ms) if lockstep else [],
         lost_ranks=deployment.lost_ranks,
         load=_sum([record.load for record in records]),
@@ -177,6 +193,14 @@ def _hold_view(deployment: Lockstep, now_ms: int) -> HoldView | None:
         since_s=_seconds(now_ms - operation.since_ms),
         held_ranks=[record.rank for record in deployment.members if record.at.mode is Mode.HELD],
     )
+
+
+def _regroup_view(deployment: Lockstep, now_ms: int) -> RegroupView | None:
+    regroup = deployment.regroup
+    if regroup is None:
+        return None
+    since_s = _seconds(now_ms - regroup.since_ms)
+    return RegroupView(regroup.number, list(regroup.target), regroup.state, regroup.detail, since_s)
 
 
 def _waiting_starts(deployment: Lockstep, now_ms: int) -> list[WaitingStart]:

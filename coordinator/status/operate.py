@@ -1,7 +1,9 @@
-"""What an operator may ask for over HTTP: hold a deployment, and let it go on.
+"""What an operator may ask for over HTTP: hold a deployment, let it go on, change its ranks.
 
     POST /v1/deployments/{name}:hold     {"mode": "wait" | "now" | "keep", "key": "...", "refuse": false}
     POST /v1/deployments/{name}:resume   {"operation": 3}
+    POST /v1/deployments/{name}:scale    {"to": 2, "deadline_s": 60}
+    POST /v1/deployments/{name}:recover  {"shrink": true}
 
 The answer is 202 with the operation: it has begun, and `/v1/deployments/{name}` shows how far it is (`phase`, `hold`,
 `waits_for`). A wish that can have no effect is a 409 with the reason. A body must say that it is JSON: a form on a
@@ -16,7 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..core.events import Wish
 from ..core.holds import HoldWish, Operation, Refusal, ResumeWish
+from ..core.regroups import RecoverWish, Regroup, ScaleWish
 from .answers import json_answer, problem
 
 BODY_BYTES_MAX = 16_384
@@ -25,7 +29,7 @@ BODY_BYTES_MAX = 16_384
 class Operator(Protocol):
     """Who carries out wishes. Called on the HTTP server's thread."""
 
-    async def wish(self, deployment: str, wish: HoldWish | ResumeWish) -> Operation | Refusal:
+    async def wish(self, deployment: str, wish: Wish) -> Operation | Regroup | Refusal:
         """Begin an operation, or say why not.
 
         Raises:
@@ -35,7 +39,7 @@ class Operator(Protocol):
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """The body of a 202."""
+    """The body of a 202 to a hold or resume."""
 
     deployment: str
     operation: int
@@ -44,22 +48,33 @@ class Begun(msgspec.Struct, frozen=True):
     refuse: bool
 
 
+class BegunRegroup(msgspec.Struct, frozen=True):
+    """The body of a 202 to a change of ranks."""
+
+    deployment: str
+    regroup: int
+    to: list[int]
+    state: str
+
+
 def routes(operator: Operator) -> list[Route]:
     """The operator's routes."""
 
-    async def hold(request: Request) -> Response:
-        return await _operate(request, operator, HoldWish)
+    def route(verb: str, kind: type[Wish]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await _operate(request, operator, kind)
 
-    async def resume(request: Request) -> Response:
-        return await _operate(request, operator, ResumeWish)
+        return Route(f"/v1/deployments/{{name}}:{verb}", endpoint, methods=["POST"])
 
     return [
-        Route("/v1/deployments/{name}:hold", hold, methods=["POST"]),
-        Route("/v1/deployments/{name}:resume", resume, methods=["POST"]),
+        route("hold", HoldWish),
+        route("resume", ResumeWish),
+        route("scale", ScaleWish),
+        route("recover", RecoverWish),
     ]
 
 
-async def _operate(request: Request, operator: Operator, kind: type[HoldWish] | type[ResumeWish]) -> Response:
+async def _operate(request: Request, operator: Operator, kind: type[Wish]) -> Response:
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         return problem(request, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send Content-Type: application/json")
     body = b""
@@ -79,3 +94,5 @@ async def _operate(request: Request, operator: Operator, kind: type[HoldWish] | 
             return problem(request, HTTPStatus.CONFLICT, f"{reason}: {detail}")
         case Operation(number=number, wish=of):
             return json_answer(Begun(name, number, of.mode, of.key, of.refuse), HTTPStatus.ACCEPTED)
+        case Regroup(number=number, target=target, state=state):
+            return json_answer(BegunRegroup(name, number, list(target), state), HTTPStatus.ACCEPTED)

@@ -1,4 +1,4 @@
-"""What `wavekeeper hold` and `wavekeeper resume` do: ask for it, wait until it is so, and tell an exit code."""
+"""What `wavekeeper hold`, `resume`, `scale` and `recover` do: ask, wait until it is so, and tell an exit code."""
 
 import sys
 import time
@@ -8,10 +8,12 @@ import msgspec
 
 from ...proto.messages import Phase
 from ..core.holds import HoldWish, ResumeWish
+from ..core.regroups import RecoverWish, RegroupState, ScaleWish
 from ..core.view import DeploymentView
 from .client import AskError, ask
 
 LOOK_S = 0.1
+_GOING = (RegroupState.PREPARING, RegroupState.STOPPING, RegroupState.FORMING)
 
 
 def hold(url: str, deployment: str, wish: HoldWish, wait_s: float) -> int:
@@ -22,6 +24,25 @@ def hold(url: str, deployment: str, wish: HoldWish, wait_s: float) -> int:
 def resume(url: str, deployment: str, wish: ResumeWish, wait_s: float) -> int:
     """Let a deployment go on and wait until it does."""
     return _operate(url, deployment, "resume", wish, (Phase.IDLE, Phase.STARTING, Phase.RUNNING), wait_s)
+
+
+def regroup(url: str, deployment: str, verb: str, wish: ScaleWish | RecoverWish, wait_s: float) -> int:
+    """Change the ranks of a deployment and wait until that is done or rolled back. Returns 0 when it is done."""
+    path = f"/v1/deployments/{urllib.parse.quote(deployment, safe='')}"
+    until = time.monotonic() + wait_s
+    try:
+        ask(url, f"{path}:{verb}", wish)
+        view = msgspec.json.decode(ask(url, path), type=DeploymentView)
+        while view.regroup is not None and view.regroup.state in _GOING and time.monotonic() < until:
+            time.sleep(LOOK_S)  # an operator's command looks again; nothing is synchronised by it
+            view = msgspec.json.decode(ask(url, path), type=DeploymentView)
+    except AskError as error:
+        print(error, file=sys.stderr)
+        return 1
+    state = view.regroup.state if view.regroup is not None else RegroupState.ROLLED_BACK
+    detail = view.regroup.detail if view.regroup is not None else "the coordinator knows of no change"
+    print(f"{deployment}: {state}" + (f": {detail}" if detail else f"; {view.waits_for}"))
+    return 0 if state is RegroupState.DONE else 1
 
 
 def _operate(

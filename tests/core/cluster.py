@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from random import Random
 
-from wavekeeper.coordinator.core import Effect, Fleet, Publish, Received, Send, Tick
+from wavekeeper.coordinator.core import Effect, Ended, Fleet, Publish, Received, Send, Tick
 from wavekeeper.coordinator.core.lockstep import Lockstep
 from wavekeeper.coordinator.core.specs import DeploymentSpec
 from wavekeeper.proto import messages as m
@@ -57,6 +57,8 @@ class Cluster:
         self.term = 1
         self.lives = 0
         self.asks = 0
+        self.dead: set[int] = set()
+        self.refuses_to_build: set[int] = set()
         self.up: list[deque[m.Message]] = [deque() for _ in range(dp_size)]
         self.down: list[deque[m.Message]] = [deque() for _ in range(dp_size)]
         self.rows: dict[tuple[str, int], dict[int, tuple[Row, Position]]] = {}
@@ -102,7 +104,7 @@ class Cluster:
 
     def do(self, effect: Effect) -> None:
         """What the coordinator asks for."""
-        if isinstance(effect, Send) and effect.peer != b"fe":
+        if isinstance(effect, Send) and effect.peer != b"fe" and int(effect.peer) not in self.dead:
             self.down[int(effect.peer)].append(effect.message)
             self.said.append(effect.message)
         elif isinstance(effect, Publish) and isinstance(effect.message, m.Update):
@@ -123,6 +125,8 @@ class Cluster:
 
     def tick(self, engine: Engine) -> None:
         """Time passes at one rank."""
+        if engine.rank in self.dead:
+            return
         self.perform(engine, engine.core.handle(rank_events.Tick(), self.now_ms))
 
     def flow(self, alive: Callable[[int], bool] = lambda rank: True) -> None:
@@ -181,10 +185,11 @@ class Cluster:
         engine = self.engines[rank]
         key = engine.group, engine.count
         rows = self.rows.get(key, {})
-        if engine.posted is None or len(rows) < self.spec.dp_size:
+        group = engine.core.group_ranks
+        if engine.posted is None or len(rows) < len(group):
             return False
         assert len({position for _, position in rows.values()}) == 1, f"the ranks met at different positions: {rows}"
-        plan = decide([rows[r][0] for r in range(self.spec.dp_size)], engine.posted[1], PlanSettings())
+        plan = decide([rows[r][0] for r in group], engine.posted[1], PlanSettings())
         assert self.plans.setdefault(key, plan) == plan
         engine.posted = None
         self.perform(engine, engine.core.finish(plan, 1.0))
@@ -227,16 +232,18 @@ class Cluster:
                     pass
 
     def _built(self) -> bool:
-        """The exchange stands as soon as all ranks build the same."""
-        forms = {engine.building.group if engine.building else None for engine in self.engines}
-        if len(forms) != 1 or None in forms:
-            return False
-        for engine in self.engines:
-            form, engine.building = engine.building, None
-            assert form is not None
-            engine.group, engine.count = form.group, 0
-            self.perform(engine, engine.core.handle(rank_events.Built(form.group, "shm", 0), self.now_ms))
-        return True
+        """The exchange stands as soon as all ranks of the group build it, and those that are up are all there are."""
+        for form in [engine.building for engine in self.engines if engine.building is not None]:
+            ranks = [self.engines[member.rank] for member in form.members]
+            if self.refuses_to_build.isdisjoint(form_rank.rank for form_rank in form.members) and all(
+                engine.building is not None and engine.building.group == form.group for engine in ranks
+            ):
+                for engine in ranks:
+                    engine.building, engine.group, engine.count = None, form.group, 0
+                    built = rank_events.Built(form.group, "shm", 0)
+                    self.perform(engine, engine.core.handle(built, self.now_ms))
+                return True
+        return False
 
     # --- what is true now --------------------------------------------------------------------------------------------
 
@@ -250,11 +257,22 @@ class Cluster:
         for link in [*self.up, *self.down]:
             link.clear()
 
+    def kill(self, rank: int) -> None:
+        """A rank's process dies, and nobody takes its place; the coordinator notices."""
+        incarnation = self.engines[rank].core.identity.incarnation
+        self.dead.add(rank)
+        self.up[rank].clear()
+        self.down[rank].clear()
+        assert self.fleet is not None
+        for effect in self.fleet.handle(Ended("moe", rank, incarnation), self.now_ms):
+            self.do(effect)
+
     def replace(self, rank: int) -> None:
         """A rank's process dies with all that it holds, and another life of it begins."""
         self.up[rank].clear()
         self.down[rank].clear()
         self.lives += 1
+        self.dead.discard(rank)
         self.engines[rank] = Engine(rank, self.spec, self.now_ms, life=self.lives)
         self.tick(self.engines[rank])
 

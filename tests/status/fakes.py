@@ -102,6 +102,8 @@ def deployment_view(name: str, kind: Kind, ranks: list[RankView], **changed: Any
         else None,
         "fault": "",
         "hold": None,
+        "group_ranks": list(range(len(ranks))),
+        "regroup": None,
         "waiting_starts": [],
         "lost_ranks": 0,
         "load": Load(

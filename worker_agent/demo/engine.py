@@ -58,7 +58,11 @@ class Agent(Protocol):
 
     kind: Kind
     rank: int
-    group_rank: int
+
+    @property
+    def group_rank(self) -> int:
+        """Place in the tuples of a plan."""
+        ...
 
     def wait(self, timeout_s: float) -> bool:
         """Block until a turn is to be taken."""
