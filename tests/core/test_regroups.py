@@ -60,6 +60,8 @@ def test_scaling_up_again_takes_the_spares_back_in() -> None:
     wishes(cluster, ScaleWish(1))
     cluster.settle()
     assert up(cluster) == [0]
+    serves(cluster, 0)  # starts of a group that the spares are no part of
+    serves(cluster, 0)
     wishes(cluster, ScaleWish(3))
     cluster.settle()
 

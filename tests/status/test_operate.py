@@ -6,7 +6,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from wavekeeper.coordinator.core.events import Wish
 from wavekeeper.coordinator.core.holds import HoldWish, Operation, Refusal, ResumeWish
+from wavekeeper.coordinator.core.regroups import Regroup, RegroupState
 from wavekeeper.coordinator.status.app import make_app
 from wavekeeper.coordinator.status.operate import BODY_BYTES_MAX
 from wavekeeper.coordinator.status.report import StatusUnavailableError
@@ -21,9 +23,9 @@ class Yes:
     """Begins whatever it is asked for."""
 
     def __init__(self) -> None:
-        self.wishes: list[tuple[str, HoldWish | ResumeWish]] = []
+        self.wishes: list[tuple[str, Wish]] = []
 
-    async def wish(self, deployment: str, wish: HoldWish | ResumeWish) -> Operation | Refusal:
+    async def wish(self, deployment: str, wish: Wish) -> Operation | Refusal:
         self.wishes.append((deployment, wish))
         return Operation(3, wish if isinstance(wish, HoldWish) else HoldWish(), 0)
 
@@ -34,14 +36,21 @@ class No:
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
-    async def wish(self, deployment: str, wish: HoldWish | ResumeWish) -> Operation | Refusal:
+    async def wish(self, deployment: str, wish: Wish) -> Operation | Refusal:
         return Refusal(self.reason, "because")
+
+
+class Scaling:
+    """Begins a change of ranks."""
+
+    async def wish(self, deployment: str, wish: Wish) -> Operation | Regroup | Refusal:
+        return Regroup(7, (0, 1), (0, 1, 2), 0, 0, RegroupState.PREPARING)
 
 
 class Stuck:
     """Its loop does not answer."""
 
-    async def wish(self, deployment: str, wish: HoldWish | ResumeWish) -> Operation | Refusal:
+    async def wish(self, deployment: str, wish: Wish) -> Operation | Refusal:
         raise StatusUnavailableError("no answer")
 
 
@@ -61,6 +70,15 @@ def test_a_hold_is_accepted_with_its_number_and_its_wish_arrives_whole() -> None
     assert answer.status_code == 202 and answer.headers["cache-control"] == "no-store"
     assert answer.json() == {"deployment": "demo-moe", "operation": 3, "mode": "keep", "key": "w1", "refuse": True}
     assert operator.wishes == [("demo-moe", HoldWish(HoldMode.KEEP, "w1", True))]
+
+
+def test_a_change_of_ranks_is_accepted_with_its_number_and_its_target() -> None:
+    answer = post(Scaling(), "/v1/deployments/demo-moe:scale", b'{"to": 2, "deadline_s": 5}')
+    assert answer.status_code == 202
+    assert answer.json() == {"deployment": "demo-moe", "regroup": 7, "to": [0, 1], "state": "preparing"}
+    assert post(Scaling(), "/v1/deployments/demo-moe:scale", b'{"to": 0}').status_code == 400
+    assert post(Scaling(), "/v1/deployments/demo-moe:scale", b"{}").status_code == 400, "to what?"
+    assert post(Scaling(), "/v1/deployments/demo-moe:recover", b"{}").status_code == 202
 
 
 def test_an_empty_body_means_the_defaults() -> None:
