@@ -287,8 +287,8 @@ class RankCore(Voice):
     def _too_early(self, start: Start) -> bool:
         stepper = self.stepper
         if start.epoch != stepper.epoch:
-            # Commands come in order, so its `Form` has been applied: either that waits for the engine, or this rank is a
-            # spare and no start of that group concerns it.
+            # Commands come in order, so its `Form` has been applied: either that waits for the engine, or this rank is
+            # a spare, and no start of that group concerns it.
             return start.epoch > stepper.epoch and self._build_waits
         return self.mode is Mode.FORMING or (stepper.running and start.wave > stepper.wave)
 

@@ -21,7 +21,7 @@ def wishes(cluster: Cluster, wish: HoldWish | ResumeWish) -> Operation | Refusal
             answer = effect.answer
         else:
             cluster.do(effect)
-    assert answer is not None
+    assert isinstance(answer, Operation | Refusal)
     return answer
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from wavekeeper.coordinator.core.holds import Operation, Refusal
+from wavekeeper.coordinator.core.regroups import Regroup
 from wavekeeper.coordinator.core.view import DeploymentView, RankView
 from wavekeeper.proto import messages as m
 from wavekeeper.worker_agent.core import RankCore
@@ -172,10 +173,12 @@ def message_text(message: m.Message) -> str:
             return name
 
 
-def answer_text(answer: Operation | Refusal) -> str:
+def answer_text(answer: Operation | Regroup | Refusal) -> str:
     """What became of an operator's wish."""
     if isinstance(answer, Refusal):
         return f"refused ({answer.reason}): {answer.detail}"
+    if isinstance(answer, Regroup):
+        return f"regroup {answer.number}, {answer.state}"
     return f"operation {answer.number}, mode {answer.wish.mode}"
 
 
