@@ -106,6 +106,18 @@ class At(msgspec.Struct, frozen=True, omit_defaults=True):
     hold: bool = False
     """Has been told to hold and not yet to resume."""
 
+    def is_at(self, other: "At") -> bool:
+        """Whether both stand at the same place, the step aside: nothing that is decided depends on that."""
+        return (
+            self.wave == other.wave
+            and self.mode is other.mode
+            and self.has_work == other.has_work
+            and self.applied == other.applied
+            and self.epoch == other.epoch
+            and self.term == other.term
+            and self.hold == other.hold
+        )
+
 
 class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     """A rank's queue. Requests are counts; `kv_cache_usage` is 0..1; tokens are those not yet computed."""
