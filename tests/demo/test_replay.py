@@ -83,6 +83,29 @@ class OneRank:
         self.in_flight[choice.rank] -= 1
 
 
+class Deserted(OneRank):
+    """Knows no rank for a while: as after a restart of the coordinator."""
+
+    def __init__(self, refusals: int) -> None:
+        super().__init__()
+        self.refusals = refusals
+
+    def pick(self) -> Choice:
+        self.refusals -= 1
+        if self.refusals >= 0:
+            raise NoRankUpError("no rank of d is up")
+        return super().pick()
+
+
+class TwoRanks(OneRank):
+    """Knows two ranks and chooses the one with less in flight, first rank 0."""
+
+    def pick(self) -> Choice:
+        rank = min((0, 1), key=lambda rank: self.in_flight[rank])
+        self.in_flight[rank] += 1
+        return Choice(rank, "0123456789abcdef", f"tcp://127.0.0.1:{rank + 1}", 0)
+
+
 def jobs(*due_s: float) -> list[Job]:
     return [Job(due, "d", GenerateRequest(f"r{number}", [1], 2)) for number, due in enumerate(due_s)]
 
@@ -132,11 +155,53 @@ def test_a_rank_that_does_not_serve_loses_its_request_and_the_reason_is_told(ran
     assert replay.news() == []
 
 
-def test_a_request_without_a_rank_is_lost_at_once() -> None:
-    replay, outcomes = replayed(GoodRank(), OneRank(up=False), 0.0)
+def test_a_request_that_finds_no_rank_waits_for_one() -> None:
+    rank = GoodRank()
 
-    assert [(o.rank, o.error) for o in outcomes] == [(None, "not sent: no rank of d is up")]
-    assert replay.tallies["d"].sent == 1
+    _, outcomes = replayed(rank, Deserted(3), 0.0, 0.0)
+
+    assert sorted(o.request.id for o in outcomes if not o.error) == ["r0", "r1"]
+    assert len(rank.asked) == 2, "sent once each"
+    assert all(o.latency_s is not None and o.latency_s > 0.01 for o in outcomes), "the wait is in the latency"
+
+
+def test_a_request_that_finds_no_rank_for_too_long_is_lost() -> None:
+    replay = Replay(jobs(0.0), {"d": OneRank(up=False)}, connect=lambda endpoint: GoodRank(), route_wait_s=0.05)
+    replay.start()
+    wait_for_end(replay)
+
+    assert [(o.rank, o.error) for o in replay.outcomes] == [(None, "not sent: no rank of d is up")]
+    assert replay.tallies["d"].sent == replay.tallies["d"].lost == 1
+
+
+def test_what_was_out_to_a_lost_rank_fails_with_it_and_the_rest_goes_elsewhere() -> None:
+    ranks = {"tcp://127.0.0.1:1": SilentRank(), "tcp://127.0.0.1:2": GoodRank()}
+    router = TwoRanks()
+    replay = Replay(jobs(0.0, 0.1, 0.1), {"d": router}, connect=ranks.__getitem__)
+    replay.start()
+    until_s = time.monotonic() + LIMIT_S
+    while not replay.out():
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+
+    assert replay.lose_rank("tcp://127.0.0.1:1", "its rank was killed") == 1
+    wait_for_end(replay)
+
+    by_id = {o.request.id: (o.rank, o.error, o.with_rank) for o in replay.outcomes}
+    assert by_id == {"r0": (0, "its rank was killed", True), "r1": (1, "", False), "r2": (1, "", False)}
+    tally = replay.tallies["d"]
+    assert (tally.done, tally.lost, tally.failed_with_rank, tally.ended) == (2, 0, 1, 3)
+    assert +router.in_flight == Counter(), "every choice was given back, the ones passed over too"
+
+
+def test_a_request_waits_while_only_lost_ranks_seem_to_be_up() -> None:
+    replay = Replay(jobs(0.0), {"d": OneRank()}, connect=lambda endpoint: GoodRank(), route_wait_s=0.05)
+    replay.lose_rank("tcp://127.0.0.1:1", "its rank was killed")
+    replay.start()
+    wait_for_end(replay)
+
+    (outcome,) = replay.outcomes
+    assert outcome.error == "not sent: the ranks of d that seem to be up are gone" and not outcome.with_rank
 
 
 def test_arrivals_do_not_wait_for_answers() -> None:

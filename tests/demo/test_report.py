@@ -15,6 +15,7 @@ from wavekeeper.worker_agent.demo.report import (
     FOOTNOTES,
     DeploymentReport,
     DeploymentSeen,
+    Disturbance,
     ExchangeSeen,
     Percentiles,
     RankFinal,
@@ -150,6 +151,22 @@ def test_a_lost_request_is_counted_and_its_output_not_compared() -> None:
     assert report.problems == ["1 of 2 requests were lost"]
 
 
+def test_what_failed_with_a_killed_rank_is_told_apart_from_what_was_lost() -> None:
+    killed = msgspec.structs.replace(outcome(2, tokens=(), error="its rank was killed", latency_s=None), with_rank=True)
+    report = moe(LOCKSTEP, LOCKSTEP, outcomes=[outcome(0), killed])
+
+    assert (report.requests_sent, report.requests_completed, report.requests_lost) == (2, 1, 0)
+    assert report.requests_failed_with_rank == 1
+    assert report.problems == []
+
+
+def test_a_coordinator_that_was_restarted_need_not_know_all_waves() -> None:
+    finals = [RankFinal(rank, LOCKSTEP) for rank in range(2)]
+    report = deployment_report(Kind.MOE, 2, [], finals, seen(Kind.MOE, waves=1), {}, coordinator_restarted=True)
+
+    assert report.problems == []
+
+
 def test_an_output_that_one_rank_alone_would_not_make_is_a_problem() -> None:
     made = [outcome(0), outcome(2)]
     finals = [RankFinal(rank, LOCKSTEP) for rank in range(2)]
@@ -223,6 +240,13 @@ def test_the_closing_table_fits_80_columns_and_names_what_is_wrong() -> None:
     assert "it broke\ndemo-moe: 1 of 2 requests were lost" in lost
     assert "…" not in well
     assert all(note in well.splitlines() for note in FOOTNOTES), "none is broken in two"
+
+
+def test_the_closing_words_name_what_chaos_has_killed() -> None:
+    blows = [Disturbance("rank 1 of demo-dense", at_s=11.9, back_s=2.25, requests_out=2)]
+    report = msgspec.structs.replace(whole(), chaos=blows)
+
+    assert "killed after 11.9 s, back 2.2 s later: rank 1 of demo-dense" in drawn(report_view(report), 80)
 
 
 def progress(status_age_s: float | None = 0.1) -> Progress:

@@ -174,6 +174,31 @@ def test_the_demo_loses_nothing_and_shows_what_coordination_costs(tmp_path: Path
     assert "\x1b" not in demo.output + demo.errors
 
 
+def test_chaos_costs_no_request_but_those_of_the_killed_rank(start: Start, name: str) -> None:
+    demo = start("--chaos", "--requests", "24", "--speed", "2")
+
+    assert demo.wait() == 0, demo.errors + demo.output
+    assert_nothing_is_left(demo, name)
+    report = demo.report
+    assert report["ok"]
+    assert [blow["what"] for blow in report["chaos"]] == [
+        "the coordinator",
+        f"rank 0 of dense-{name}",
+        "the coordinator",
+    ]
+    killed = report["chaos"][1]["requests_out"]
+    for deployment, failed in ((f"moe-{name}", 0), (f"dense-{name}", killed)):
+        figures = report["deployments"][deployment]
+        assert figures["requests_sent"] == 12
+        assert figures["requests_lost"] == 0
+        assert figures["requests_failed_with_rank"] == failed
+        assert figures["requests_completed"] == 12 - failed
+        assert figures["output_check"] is True
+        assert figures["problems"] == []
+    assert "chaos: the coordinator is killed" in demo.errors
+    assert f"chaos: rank 0 of dense-{name} is back" in demo.errors
+
+
 def test_ctrl_c_in_the_middle_leaves_nothing_behind(start: Start, name: str) -> None:
     demo = start()
     demo.wait_for_answers()

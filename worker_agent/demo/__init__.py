@@ -5,8 +5,9 @@ spread over the ranks, so that tokens travel through a collective in every layer
 hangs this group as it would hang a large one.
 
 Reading order: `model` (the decoder), `engine` (the loop around it), `wire` (requests and results), `rank` (one
-process); then the replay: `trace` (a real one), `fleet` (the processes), `replay` (requests in time), `display` (what
-is seen meanwhile), `report` (the figures), `run` (all of it), `cli` (the command).
+process); then the replay: `trace` (a real one), `fleet` (the processes), `replay` (requests in time), `chaos` (what is
+killed meanwhile, if asked for), `display` (what is seen), `report` (the figures), `run` (all of it), `cli` (the
+command).
 """
 
 import warnings

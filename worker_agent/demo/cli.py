@@ -67,6 +67,7 @@ class Logs:
     type=click.Choice(["shm", "gloo", "auto"]),
     help="How MoE ranks swap their rows; by default what the configuration says.",
 )
+@click.option("--chaos", is_flag=True, help="Kill the coordinator twice and a dense rank once while it runs.")
 @click.option("--keep-logs", type=click.Path(path_type=Path, file_okay=False), help="Leave the processes' logs there.")
 def demo(
     config: Path | None,
@@ -75,6 +76,7 @@ def demo(
     speed: float,
     json: Path | None,
     exchange: str | None,
+    chaos: bool,
     keep_logs: Path | None,
 ) -> None:
     """Run a small fleet on this machine and watch its waves.
@@ -82,7 +84,8 @@ def demo(
     Starts a coordinator and every rank of its deployments (by default 4 MoE and 2 dense ranks), replays requests of a
     real trace, and reports what the coordination has cost. Every output is compared with that of one rank alone.
 
-    Exits with 0 when nothing was lost and all checks hold, with 1 otherwise.
+    Exits with 0 when nothing was lost and all checks hold, with 1 otherwise. With --chaos the requests that a killed
+    rank had taken are reported, and are not lost ones.
     """
     for module in ("torch", "rich"):
         if find_spec(module) is None:  # before anything is started; the caller says what to install
@@ -94,7 +97,7 @@ def demo(
     except TraceError as error:
         click.echo(error, err=True)
         click.get_current_context().exit(1)
-    click.get_current_context().exit(_run(slice, speed, exchange, config, keep_logs, json))
+    click.get_current_context().exit(_run(slice, speed, exchange, chaos, config, keep_logs, json))
 
 
 def chosen_slice(trace: Path | None, requests: int) -> Slice:
@@ -110,7 +113,13 @@ def chosen_slice(trace: Path | None, requests: int) -> Slice:
 
 
 def _run(
-    slice: Slice, speed: float, exchange: str | None, config: Path | None, keep_logs: Path | None, json: Path | None
+    slice: Slice,
+    speed: float,
+    exchange: str | None,
+    chaos: bool,
+    config: Path | None,
+    keep_logs: Path | None,
+    json: Path | None,
 ) -> int:
     """Run the demo and return the exit status; whatever ends it early is told in a sentence."""
     import msgspec
@@ -124,7 +133,7 @@ def _run(
     packaged = as_file(files("wavekeeper.deploy") / PACKAGED_CONFIG)
     with packaged as packaged_config, Interrupts() as interrupts, Logs(keep_logs) as logs:
         try:
-            options = Options(config or packaged_config, slice, speed, exchange)
+            options = Options(config or packaged_config, slice, speed, exchange, chaos)
             report = run_demo(options, logs.folder, interrupts, console)
         except FleetError as error:
             logs.keep = True

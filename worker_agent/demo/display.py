@@ -185,6 +185,7 @@ def progress_line(progress: Progress) -> str:
         seen = progress.seen.get(name)
         where = "" if seen is None else f" {seen.phase}" + (f" in wave {seen.wave}" if seen.kind.lockstep else "")
         lost = f", {tally.lost} lost" if tally.lost else ""
+        lost += f", {tally.failed_with_rank} failed with their rank" if tally.failed_with_rank else ""
         parts.append(f"{name}{where}: {tally.done}/{tally.total} done, {_open(tally)} open{lost}")
     return " | ".join(parts)
 
@@ -251,4 +252,4 @@ def _coloured(state: Phase | Mode) -> Text:
 
 
 def _open(tally: Tally) -> int:
-    return tally.sent - tally.done - tally.lost
+    return tally.sent - tally.ended

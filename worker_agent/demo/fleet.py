@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -80,6 +81,7 @@ class Addresses(msgspec.Struct, frozen=True):
     """Where the coordinator can be reached, as its ready file tells."""
 
     control: str
+    feed: str
     http: str
 
 
@@ -136,13 +138,17 @@ class Child:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        """End it at once, by SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(STOP_S)  # its end of the pipe is closed, so nothing more can come
+
     def end(self, until_s: float, hurry: Callable[[], bool]) -> None:
         """Wait until it has ended, but only until `until_s` (monotonic) or `hurry`; then kill it."""
         while self.process.poll() is None and time.monotonic() < until_s and not hurry():
             time.sleep(POLL_S)
-        self.process.kill()
-        self.process.wait()
-        self._reader.join(STOP_S)  # its end of the pipe is closed, so nothing more can come
+        self.kill()
 
     def _told(self) -> str:
         """The rank's own word for why it ended; better than the end of its log."""
@@ -186,6 +192,10 @@ class DemoFleet:
         self._hurry = hurry
         self._exchange = exchange
         self._coordinator: Child | None = None
+        self._ready_file = folder / "coordinator.ready.json"
+        self._addresses = Addresses("", "", "")
+        self._lives: Counter[str] = Counter()
+        """How many processes of each name have been started: each has a log of its own."""
 
     def __enter__(self) -> Self:
         return self
@@ -206,7 +216,7 @@ class DemoFleet:
             StartTimeoutError: Names who was not ready in time.
             FleetError: A deployment asks for an exchange that the demo's ranks do not have.
         """
-        addresses = self._start_coordinator()
+        self._addresses = addresses = self._start_coordinator()
         self.deployments = self._read_deployments()
         for deployment in self.deployments:
             self._start_ranks(deployment, addresses.control)
@@ -219,6 +229,41 @@ class DemoFleet:
         for child in self._children():
             child.raise_if_ended()
 
+    def restart_coordinator(self) -> None:
+        """Kill it with SIGKILL and start another one on the same ports; `coordinator_is_back` tells when it has them.
+
+        The main thread must call this: the kernel ends a child with the thread that has started it.
+        """
+        assert self._coordinator is not None
+        self._coordinator.kill()
+        addresses = self._addresses
+        self._launch_coordinator(
+            f"--set=coordinator.control={addresses.control}",
+            f"--set=coordinator.feed={addresses.feed}",
+            f"--set=coordinator.http.port={addresses.http.rpartition(':')[2]}",
+        )
+
+    def coordinator_is_back(self) -> bool:
+        """Whether the coordinator has bound its ports."""
+        return self._ready_file.exists()
+
+    def replace_rank(self, deployment: str, rank: int) -> None:
+        """Kill a rank of an independent deployment with SIGKILL and start its replacement, in the main thread.
+        `rank_is_back` tells when that serves.
+        """
+        (of,) = (each for each in self.deployments if each.name == deployment)
+        assert not of.kind.lockstep, "a lockstep rank would need the store of its group"
+        self.ranks[deployment, rank].kill()
+        self._start_rank(of, rank, _rank_arguments(of, rank, self._addresses.control), ())
+
+    def rank_is_back(self, deployment: str, rank: int) -> bool:
+        """Whether this rank serves."""
+        return "ready" in self.ranks[deployment, rank].events
+
+    def serve_address(self, deployment: str, rank: int) -> str:
+        """Where this rank takes requests, as it has told."""
+        return str(self.ranks[deployment, rank].events["ready"]["serve"])
+
     def stop_ranks(self) -> dict[str, list[RankFinal]]:
         """Stop all ranks and return their last words by deployment; those of a rank that was killed are missing."""
         self._end(self.ranks.values())
@@ -229,18 +274,26 @@ class DemoFleet:
         return finals
 
     def _start_coordinator(self) -> Addresses:
-        ready = self._folder / "coordinator.ready.json"
-        ready.unlink(missing_ok=True)  # of an earlier run with the same folder: its coordinator is gone
+        self._launch_coordinator()
+        self._wait(lambda: () if self.coordinator_is_back() else ("coordinator",), COORDINATOR_START_S)
+        return msgspec.json.decode(self._ready_file.read_bytes(), type=Addresses)
+
+    def _launch_coordinator(self, *flags: str) -> None:
+        self._ready_file.unlink(missing_ok=True)  # of an earlier one: that is gone
         config = self._config if self._exchange is None else self._with_exchange()
-        arguments = ["--config", str(config), "--ready-file", str(ready), "--log-format", "text"]
+        arguments = ["--config", str(config), "--ready-file", str(self._ready_file), "--log-format", "text"]
         self._coordinator = Child(
             "coordinator",
-            ["-m", "wavekeeper.coordinator", "serve", *arguments],
-            self._folder / "coordinator.log",
+            ["-m", "wavekeeper.coordinator", "serve", *arguments, *flags],
+            self._log("coordinator"),
             before_exec=_die_with_parent(),
         )
-        self._wait(lambda: () if ready.exists() else ("coordinator",), COORDINATOR_START_S)
-        return msgspec.json.decode(ready.read_bytes(), type=Addresses)
+
+    def _log(self, name: str) -> Path:
+        """The file for a process's log: a replacement does not overwrite that of the one before it."""
+        self._lives[name] += 1
+        life = self._lives[name]
+        return self._folder / (f"{name}.log" if life == 1 else f"{name}.{life}.log")
 
     def _start_ranks(self, deployment: DemoDeployment, control: str) -> None:
         # Bound before anybody is told: a port that is only known to be free may be taken by another program.
@@ -253,9 +306,11 @@ class DemoFleet:
                 if deployment.kind.lockstep and rank == 0:
                     fds = (store.fileno(),)
                     arguments += ["--store-fd", str(store.fileno())]
-                log = self._folder / f"{deployment.name}-{rank}.log"
-                name = f"rank {rank} of {deployment.name}"
-                self.ranks[deployment.name, rank] = Child(name, arguments, log, pass_fds=fds)
+                self._start_rank(deployment, rank, arguments, fds)
+
+    def _start_rank(self, deployment: DemoDeployment, rank: int, arguments: list[str], fds: tuple[int, ...]) -> None:
+        name, log = f"rank {rank} of {deployment.name}", self._log(f"{deployment.name}-{rank}")
+        self.ranks[deployment.name, rank] = Child(name, arguments, log, pass_fds=fds)
 
     def _with_exchange(self) -> Path:
         """Write the configuration again, with the user's exchange. What is wrong with it, the coordinator will say."""

@@ -130,6 +130,8 @@ class DeploymentReport(msgspec.Struct, frozen=True, kw_only=True):
     requests_sent: int
     requests_completed: int
     requests_lost: int
+    requests_failed_with_rank: int
+    """Those that were out to a rank which the demo itself has killed; not among the lost ones."""
     tokens_generated: int
     waves: int
     empty_waves: int
@@ -147,6 +149,17 @@ class DeploymentReport(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankReport]
 
 
+class Disturbance(msgspec.Struct, frozen=True):
+    """One process that `--chaos` has killed and replaced. Seconds; `at_s` since the replay began."""
+
+    what: str
+    at_s: float
+    back_s: float
+    """From the kill until the whole fleet was ready again."""
+    requests_out: int
+    """Requests without an answer at that moment: of the killed rank, or of all if it was the coordinator."""
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """All of it; what `--json` writes."""
 
@@ -156,6 +169,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceReport
     elapsed_s: float
     deployments: dict[str, DeploymentReport]
+    chaos: list[Disturbance] = []
 
 
 def make_report(
@@ -166,6 +180,7 @@ def make_report(
     elapsed_s: float,
     deployments: Mapping[str, DeploymentReport],
     failure: str = "",
+    chaos: Sequence[Disturbance] = (),
 ) -> Report:
     """Put the parts together and judge them."""
     trace = TraceReport(
@@ -178,7 +193,14 @@ def make_report(
         replay_s=round(replay_s, 3),
     )
     ok = not failure and not any(deployment.problems for deployment in deployments.values())
-    return Report(ok=ok, failure=failure, trace=trace, elapsed_s=round(elapsed_s, 3), deployments=dict(deployments))
+    return Report(
+        ok=ok,
+        failure=failure,
+        trace=trace,
+        elapsed_s=round(elapsed_s, 3),
+        deployments=dict(deployments),
+        chaos=list(chaos),
+    )
 
 
 def deployment_report(
@@ -188,6 +210,8 @@ def deployment_report(
     finals: Sequence[RankFinal],
     seen: DeploymentSeen | None,
     expected: Mapping[str, list[int]],
+    *,
+    coordinator_restarted: bool = False,
 ) -> DeploymentReport:
     """Return the figures of one deployment.
 
@@ -198,8 +222,10 @@ def deployment_report(
         finals: The last words of its ranks; those of a rank that died are missing.
         seen: The coordinator's view of it, taken at rest before the ranks were stopped; None if there was no answer.
         expected: The output of each completed request as one rank alone makes it, by id.
+        coordinator_restarted: It has then not counted what was before.
     """
     completed = [outcome for outcome in outcomes if not outcome.error]
+    fallen = sum(outcome.with_rank for outcome in outcomes)
     counters = [final.agent for final in sorted(finals, key=lambda final: final.rank)]
     combine = _common if kind.lockstep else _sum
     report = DeploymentReport(
@@ -207,7 +233,8 @@ def deployment_report(
         dp_size=dp_size,
         requests_sent=len(outcomes),
         requests_completed=len(completed),
-        requests_lost=len(outcomes) - len(completed),
+        requests_lost=len(outcomes) - len(completed) - fallen,
+        requests_failed_with_rank=fallen,
         tokens_generated=sum(len(outcome.tokens) for outcome in completed),
         waves=combine([c.waves for c in counters]),
         empty_waves=combine([c.empty_waves for c in counters]),
@@ -224,7 +251,10 @@ def deployment_report(
         problems=[],
         ranks=[_rank_report(final) for final in sorted(finals, key=lambda final: final.rank)],
     )
-    return msgspec.structs.replace(report, problems=_problems(report, finals, seen))
+    problems = _problems(report, finals, seen)
+    if kind.lockstep and finals and seen is not None and not coordinator_restarted and seen.waves != report.waves:
+        problems.append(f"the coordinator has counted {seen.waves} waves, the ranks {report.waves}")
+    return msgspec.structs.replace(report, problems=problems)
 
 
 def percentiles(values: Sequence[float], *, digits: int) -> Percentiles:
@@ -249,12 +279,10 @@ def _problems(report: DeploymentReport, finals: Sequence[RankFinal], seen: Deplo
         problems.append(f"no final counters of rank {', '.join(map(str, missing))}")
     if seen is None:
         problems.append("the coordinator's view could not be read")
-    return problems + (
-        _lockstep_problems(report, finals, seen) if report.kind.lockstep else _dense_problems(report, finals)
-    )
+    return problems + (_lockstep_problems if report.kind.lockstep else _dense_problems)(report, finals)
 
 
-def _lockstep_problems(report: DeploymentReport, finals: Sequence[RankFinal], seen: DeploymentSeen | None) -> list[str]:
+def _lockstep_problems(report: DeploymentReport, finals: Sequence[RankFinal]) -> list[str]:
     problems = []
     for name in ("waves", "steps", "group_operations"):
         values = [getattr(final.agent, name) for final in finals]
@@ -264,8 +292,6 @@ def _lockstep_problems(report: DeploymentReport, finals: Sequence[RankFinal], se
         problems.append(f"{report.group_operations} group operations in {report.steps} steps; must be one in each")
     if report.steps_after_last_work > 1:
         problems.append(f"a wave went on for {report.steps_after_last_work} steps after its last work; 1 is enough")
-    if finals and seen is not None and seen.waves != report.waves:
-        problems.append(f"the coordinator has counted {seen.waves} waves, the ranks {report.waves}")
     return problems
 
 
@@ -327,12 +353,15 @@ def report_view(report: Report) -> RenderableType:
         f"{trace.replay_s:.1f} s; {report.elapsed_s:.1f} s with start, stop and checks\n"
     )
     problems = [f"{name}: {problem}" for name, each in report.deployments.items() for problem in each.problems]
-    verdict = Text("all is well: nothing was lost, every output is as of one rank alone", style="green")
+    killed = sum(each.requests_failed_with_rank for each in report.deployments.values())
+    but = f" but what the killed rank had ({killed})" if killed else ""
+    verdict = Text(f"all is well: nothing was lost{but}, every output is as of one rank alone", style="green")
     if not report.ok:
         lines = [*([report.failure] if report.failure else []), *problems]
         verdict = Text("\n".join(["not as it must be:", *lines]), style="bold red")
     notes = [Text(note, style="dim") for note in FOOTNOTES]
-    return Group(Text(head), _figures(report), Text(), _rank_table(report), Text(), *notes, verdict)
+    blows = [Text(f"killed after {d.at_s:.1f} s, back {d.back_s:.1f} s later: {d.what}") for d in report.chaos]
+    return Group(Text(head), _figures(report), Text(), _rank_table(report), Text(), *notes, *blows, verdict)
 
 
 def _figures(report: Report) -> Table:
@@ -352,6 +381,7 @@ def _cells(report: DeploymentReport) -> list[tuple[str, str]]:
         ("requests sent", str(report.requests_sent)),
         ("requests completed", str(report.requests_completed)),
         ("requests lost", str(report.requests_lost)),
+        ("requests failed with a killed rank", str(report.requests_failed_with_rank)),
         ("tokens generated", str(report.tokens_generated)),
         ("latency p50 / p99", _pair(report.latency_s, "s")),
         ("outputs as of one rank alone", "yes" if report.output_check else "NO"),

@@ -22,6 +22,7 @@ from rich.console import Console
 from ...proto.messages import Kind
 from ..errors import NotReadyError
 from ..front_end import FrontEnd
+from .chaos import Chaos
 from .display import Display, Progress, StatusWatch, make_display
 from .fleet import ChildEndedError, DemoFleet, StartTimeoutError
 from .replay import Outcome, Replay, schedule
@@ -90,6 +91,7 @@ class Options(msgspec.Struct, frozen=True):
     slice: Slice
     speed: float
     exchange: str | None = None
+    chaos: bool = False
 
 
 def run_demo(options: Options, folder: Path, interrupts: Interrupts, console: Console) -> Report:
@@ -116,6 +118,7 @@ class _Run:
         self._display = display
         self._began_s = time.monotonic()
         self._failure = ""
+        self._chaos: Chaos | None = None
         self._fleet = DemoFleet(
             options.config,
             folder,
@@ -138,6 +141,8 @@ class _Run:
             jobs = schedule(self._options.slice.arrivals, list(front_ends), self._options.speed)
             replay = Replay(jobs, front_ends)
             stack.callback(replay.stop, "the demo was stopped", REPLAY_STOP_S)
+            if self._options.chaos:
+                self._chaos = Chaos(fleet, replay, watch, self._display.say)
             self._replay(replay, watch)
             views = self._views_at_rest(replay, watch)
             stack.close()
@@ -166,15 +171,24 @@ class _Run:
                     raise StartTimeoutError((error.waited_for,), FRONT_END_READY_S) from error
 
     def _replay(self, replay: Replay, watch: StatusWatch) -> None:
-        """Run the replay to its end, or until a process ends."""
+        """Run the replay, and the chaos, to their end, or until a process ends that nobody has killed."""
         replay.start()
-        while not replay.finished and not self._something_ended():
+        while not (replay.finished and (self._chaos is None or self._chaos.finished)) and not self._something_ended():
             self._interrupts.check()
+            self._disturb()
             self._show("replaying", replay, watch)
             time.sleep(TURN_S)
         replay.stop("the demo ended before", REPLAY_STOP_S)
         replay.raise_failure()
         self._show("all answered", replay, watch)
+
+    def _disturb(self) -> None:
+        if self._chaos is not None:
+            try:
+                self._chaos.turn()
+            except StartTimeoutError as error:
+                self._failure = f"chaos: {error}"
+                self._display.say(self._failure)
 
     def _views_at_rest(self, replay: Replay, watch: StatusWatch) -> Mapping[str, DeploymentSeen]:
         """The coordinator's view, once it knows of the last wave's end; after a failure, of whatever is."""
@@ -209,6 +223,7 @@ class _Run:
         self, replay: Replay, views: Mapping[str, DeploymentSeen], finals: Mapping[str, list[RankFinal]]
     ) -> Report:
         deployments = {}
+        chaos = self._chaos.done if self._chaos is not None else []
         for deployment in self._fleet.deployments:
             outcomes = [outcome for outcome in replay.outcomes if outcome.deployment == deployment.name]
             self._display.say(f"making the outputs of {deployment.name} again on one rank alone")
@@ -219,6 +234,7 @@ class _Run:
                 finals[deployment.name],
                 views.get(deployment.name),
                 self._outputs_alone(deployment.kind, outcomes),
+                coordinator_restarted=self._chaos is not None,
             )
         return make_report(
             self._options.slice,
@@ -227,6 +243,7 @@ class _Run:
             elapsed_s=time.monotonic() - self._began_s,
             deployments=deployments,
             failure=self._failure,
+            chaos=chaos,
         )
 
     def _outputs_alone(self, kind: Kind, outcomes: list[Outcome]) -> dict[str, list[int]]:
