@@ -138,7 +138,8 @@ class Service:
         while self._questions:
             question = self._questions.popleft()
             if question.set_running_or_notify_cancel():  # whoever asked may have given up
-                question.set_result(fleet_view(self._fleet, now_ms))
+                view = fleet_view(self._fleet, now_ms)
+                question.set_result(msgspec.structs.replace(view, dropped={**view.dropped, **self.transport.dropped}))
 
     async def fleet(self) -> FleetView:
         """Everything, for the status endpoint. Called on the HTTP server's thread.

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ...proto.messages import Command, Start
+from ...proto.messages import Command, FromRank, Heartbeat, Start
 from .deployment import Deployment
 from .members import MemberRecord
 from .specs import DeploymentSpec, FleetSpec
@@ -16,6 +16,8 @@ from .waiting import names
 
 SENT_AGAIN_MAX = 16
 """Commands that are sent again to one rank at a time."""
+CROSSING_MS = 50
+"""How long a command and a heartbeat may cross on the way."""
 _NOBODY = "0" * 16
 
 
@@ -28,6 +30,12 @@ class Commanded(Deployment):
         self._phase_seq = 0
         """Number of the command that the present phase waits for."""
         self._resend_ms = max(20, fleet.timing.start_ack_timeout_ms // 8)
+
+    def _heard(self, record: MemberRecord, message: FromRank, now_ms: int) -> None:
+        """A heartbeat that still acknowledges less than was sent a while ago: what was sent is lost, so send it again."""
+        if isinstance(message, Heartbeat) and record.applied < self.seq and now_ms - record.sent_ms >= CROSSING_MS:
+            self._send_from(record, record.applied + 1, now_ms)
+        super()._heard(record, message, now_ms)
 
     def next_deadline_ms(self, now_ms: int) -> int:
         """When `tick` must be called again at the latest."""

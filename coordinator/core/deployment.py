@@ -7,6 +7,7 @@ handed over by the public methods; nothing else leaves this file.
 from collections import Counter
 
 from ...proto.messages import (
+    At,
     DeploymentState,
     FirstRequest,
     FromRank,
@@ -33,6 +34,9 @@ from .members import MemberRecord, Members
 from .regroups import Regroup
 from .specs import DeploymentSpec, FleetSpec
 from .waiting import names
+
+PLACE_MAX = 1 << 30
+"""No epoch or wave of a deployment ever gets there; far below what a message can carry."""
 
 
 class Deployment:
@@ -62,8 +66,8 @@ class Deployment:
         """Handle one message of a rank."""
         record = self.members.of(message)
         before = record.at if record is not None else None
-        if message.at.term == self.term and message.at.applied > self.seq:
-            self._drop("impossible")  # acknowledges what was never commanded
+        if self._is_impossible(message.at):
+            self._drop("impossible")
         elif isinstance(message, Register):
             if self.members.is_late(message):
                 self._drop("stale")
@@ -256,6 +260,10 @@ class Deployment:
             boot=self._fleet.boot,
             feed=self._fleet.feed,
         )
+
+    def _is_impossible(self, at: At) -> bool:
+        """Acknowledges what was never commanded, or stands where the next place could not be told any more."""
+        return (at.term == self.term and at.applied > self.seq) or max(at.epoch, at.wave) >= PLACE_MAX
 
     def _from_stranger(self, peer: bytes, message: FromRank) -> None:
         """Somebody who is not registered: a zombie is told so, any other is asked to register."""

@@ -35,6 +35,8 @@ from .lockstep import Lockstep
 from .specs import FleetSpec
 
 STORY_MAX = 512
+TERM_MAX = 1 << 52
+"""No term gets there: a clock's milliseconds take a hundred thousand years; a message can carry twice that."""
 
 
 class Scene(msgspec.Struct, frozen=True):
@@ -156,6 +158,9 @@ class Fleet:
                 detail=f"there is no deployment {message.deployment!r}; there is {', '.join(self.deployments)}",
             )
             return [Send(peer, refused)]
+        if message.at.term >= TERM_MAX:
+            self.dropped["impossible"] += 1
+            return []
         if message.at.term > self.term:
             if not isinstance(message, Register):
                 self.dropped["future_term"] += 1

@@ -75,8 +75,11 @@ class Lockstep(Regrouping):
             case FormFailed() if message.at.epoch == self.epoch and self.phase is Phase.FORMING:
                 self._form_failed = f"rank {record.rank}: {message.reason}"
             case Halted() if message.at.epoch == self.epoch and self.phase not in (Phase.FAULTED, Phase.FORMING):
-                blamed = record.rank if message.lost is None else message.lost
-                self._break(blamed, f"rank {record.rank} left its exchange: {message.reason}", now_ms)
+                if message.lost in (None, record.rank):
+                    self._break(record.rank, f"rank {record.rank} left its exchange: {message.reason}", now_ms)
+                else:
+                    reason = f"rank {message.lost} is lost, says rank {record.rank}: {message.reason}"
+                    self._break(message.lost, reason, now_ms)
             case _:
                 super()._heard(record, message, now_ms)
 

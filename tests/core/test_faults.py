@@ -62,11 +62,11 @@ def test_a_rank_that_leaves_its_exchange_faults_the_group_once_whoever_else_says
     stage = running()
     first = stage.tell(stage.ranks[0].move(mode=Mode.HALTED).says(m.Halted, reason="no row of rank 3", lost=3))
     assert {(fault.lost, fault.rank) for fault in sent(first, m.Fault)} == {(3, rank) for rank in range(4)}
-    assert stage.deployment.fault == "rank 0 left its exchange: no row of rank 3"
+    assert stage.deployment.fault == "rank 3 is lost, says rank 0: no row of rank 3"
 
     second = stage.tell(stage.ranks[1].move(mode=Mode.HALTED).says(m.Halted, reason="interrupted"))
     assert not sent(second, m.Fault) and not published(second)
-    assert stage.deployment.fault == "rank 0 left its exchange: no row of rank 3", "the first reason stays"
+    assert stage.deployment.fault == "rank 3 is lost, says rank 0: no row of rank 3", "the first reason stays"
 
 
 def test_a_rank_that_halts_without_blaming_anybody_is_named_itself() -> None:
@@ -311,3 +311,13 @@ def test_a_process_that_has_ended_is_lost_at_once_and_another_life_of_it_is_not(
 
     assert stage.is_in(Phase.FAULTED) and "its process has ended" in stage.deployment.fault
     assert {fault.rank for fault in sent(effects, m.Fault)} == {0, 2}
+
+
+def test_a_command_that_a_heartbeat_shows_to_be_lost_is_sent_again_at_once() -> None:
+    """After a cut connection nobody waits for the timer of sending again."""
+    stage = Stage(moe(2))
+    stage.form()
+    stage.tell(stage.asks_for_start(0))
+    effects = stage.tell(stage.ranks[1].says(m.Heartbeat), wait_ms=60)
+
+    assert [start.rank for start in sent(effects, m.Start)] == [1]

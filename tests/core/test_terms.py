@@ -112,3 +112,17 @@ def test_a_term_that_a_rank_has_seen_and_we_have_not_is_outgrown() -> None:
 
     assert stage.fleet.term == 6
     assert stage.place == (Phase.GATHERING, 0, 0), "all register again with what they know"
+
+
+@pytest.mark.parametrize("place", [{"term": (1 << 53) - 1}, {"epoch": (1 << 31) - 1}, {"wave": 1 << 30}])
+def test_a_rank_that_claims_to_stand_where_nobody_can_bricks_nothing(place: dict[str, int]) -> None:
+    """Found by random lying ranks: the next term, or epoch, would be one that no message can carry."""
+    stage = Stage(moe(2))
+    liar = stage.ranks[0].move(**place)
+    effects = stage.tell(liar.registers())
+    assert effects == [] or not sent(effects, m.Welcome)
+    assert stage.fleet.term == 1 and len(stage.deployment.members) == 0
+
+    stage = Stage(moe(2))
+    stage.form()
+    assert stage.is_in(Phase.IDLE)
