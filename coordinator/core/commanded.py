@@ -32,7 +32,7 @@ class Commanded(Deployment):
         self._resend_ms = max(20, fleet.timing.start_ack_timeout_ms // 8)
 
     def _heard(self, record: MemberRecord, message: FromRank, now_ms: int) -> None:
-        """A heartbeat that still acknowledges less than was sent a while ago: what was sent is lost, so send it again."""
+        """A heartbeat that acknowledges less than was sent a while ago: what was sent is lost, so send it again."""
         if isinstance(message, Heartbeat) and record.applied < self.seq and now_ms - record.sent_ms >= CROSSING_MS:
             self._send_from(record, record.applied + 1, now_ms)
         super()._heard(record, message, now_ms)
