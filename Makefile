@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 # Ranks of the demo need torch; name another version, or a wheel, with TORCH=...
 TORCH ?= torch==2.13.0
+# For make sim: how many scenarios, or which one to tell.
+SEEDS ?= 1000
+SEED ?=
 # For the tool that is called: make test ARGS='-k waves', make demo ARGS='--requests 60'
 ARGS ?=
 
@@ -11,13 +14,19 @@ SHELL := bash
 # -I: neither the checkout nor PYTHONPATH may shadow a library (our proto/ would hide a package of that name).
 RUN := $(VENV)/bin/python -Im
 
-.PHONY: demo test check fmt clean
+.PHONY: demo test sim explore check fmt clean
 
 demo: $(VENV)/.ready  ## run a small fleet on this machine and watch its waves
 	$(VENV)/bin/wavekeeper demo $(ARGS)
 
 test: $(VENV)/.ready  ## run the tests
 	$(RUN) pytest $(ARGS)
+
+sim: $(VENV)/.ready  ## play SEEDS scenarios on the cores in virtual time, or tell the story of one SEED
+	$(VENV)/bin/python -I tests/sim/__main__.py sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(ARGS)
+
+explore: $(VENV)/.ready  ## visit the states of small systems, every interleaving
+	$(VENV)/bin/python -I tests/sim/__main__.py explore $(ARGS)
 
 check: $(VENV)/.ready  ## lint, format check, types
 	$(RUN) ruff check .

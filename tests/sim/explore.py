@@ -1,163 +1,73 @@
 """Every interleaving of a small system, with the production cores.
 
-A state is one coordinator core, two or three rank cores with an engine each that is a counter, and what is on the way
-between them. From each state every action is tried: a message arrives (in order on each link), a rank posts its row,
-takes the rows, says where it stands, is thrown out of a broken exchange; the coordinator sends again; a request
-comes, with or without a front-end's word to the coordinator. A budget of misfortunes may be spent anywhere: a message
-lost, doubled, or overtaken, a coordinator that restarts, a rank that dies and is replaced.
+From each state every action is tried: a message arrives (in order on each link), a rank posts its row, takes the
+rows, says where it stands, is thrown out of a broken exchange; the coordinator sends again; a request comes, with or
+without a front-end's word to the coordinator. A budget of misfortunes may be spent anywhere: a message lost, doubled,
+or overtaken, a coordinator that restarts, a rank that dies and is replaced.
 
 Safety is asserted in every state. Liveness: from every state in which nothing more can go wrong, a state with all
 work done and everybody idle in one wave can be reached. Time does not pass: what a timer would do (heartbeats,
 sending again, noticing a death) is an action.
 
-    python -m tests.sim.explore RANKS REQUESTS [--lost N] [--doubled N] [--overtaken N] [--restarts N] [--deaths N]
-    [--states MAX]
+`make explore` visits the systems of `SYSTEMS`; with numbers of ranks and requests, only that one.
 """
 
 import argparse
-import copy
-import hashlib
-import pickle
+import multiprocessing
+import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import msgspec
-
-from wavekeeper.coordinator.core import DeploymentSpec, Fleet, FleetSpec, Publish, Received, Tick
+from wavekeeper.coordinator.core import Fleet, Publish, Received, Tick
 from wavekeeper.coordinator.core import Send as CoordinatorSend
 from wavekeeper.coordinator.core.lockstep import Lockstep
-from wavekeeper.proto.messages import At, FirstRequest, Form, FromRank, Kind, Message, Mode, Phase, Timing, Update
-from wavekeeper.proto.rows import Position, Row
+from wavekeeper.proto.messages import FirstRequest, Mode, Phase, Update
+from wavekeeper.proto.rows import Row
 from wavekeeper.worker_agent import events
-from wavekeeper.worker_agent.core import RankCore
-from wavekeeper.worker_agent.plan import PlanSettings, decide
+from wavekeeper.worker_agent.plan import decide
 
-NOW_MS = 1_000_000
-NEVER_MS = 1 << 40
-NAME = "moe"
-SETTINGS = PlanSettings()
+from .system import (
+    NAME,
+    NEVER_MS,
+    NOW_MS,
+    SETTINGS,
+    Budget,
+    Rank,
+    State,
+    good,
+    has_news,
+    key,
+    new_rank,
+    quiet,
+    spec_of,
+)
+from .world import check_lockstep
 
-
-class Budget(msgspec.Struct, frozen=True):
-    """What may still happen from outside. Everything in it is finite, so the state space is."""
-
-    requests: int = 0
-    words: int = 1
-    """Front-ends that tell the coordinator of their request; the others only send it."""
-    lost: int = 0
-    doubled: int = 0
-    overtaken: int = 0
-    restarts: int = 0
-    deaths: int = 0
-
-
-class Half:
-    """A generator without a state."""
-
-    def random(self) -> float:
-        return 0.5
-
-
-@dataclass
-class Rank:
-    """One rank's process."""
-
-    core: RankCore
-    life: int = 0
-    work: int = 0
-    group: str = ""
-    count: int = 0
-    posted: bool = False
-    thrown: bool = False
-    building: Form | None = None
-
-
-@dataclass
-class State:
-    """Everything, at one moment."""
-
-    fleet: Fleet
-    ranks: list[Rank]
-    budget: Budget
-    links: dict[str, list[Message]] = field(default_factory=dict)
-    """What is on the way, by link: `c0` from the coordinator to the rank of incarnation 0..., `r0` back, `f` from a
-    front-end.
-    """
-    rows: dict[tuple[str, int], dict[int, tuple[Row, Position]]] = field(default_factory=dict)
-    asks: int = 0
-    lives: int = 0
-
-    def clone(self) -> "State":
-        fresh: State = fork(self, {})
-        return fresh
-
-
-def fork(value: Any, twins: dict[int, Any]) -> Any:
-    """A copy that shares nothing that changes. `twins` are the objects copied so far: one held twice stays one."""
-    kind: Any = type(value)
-    if kind in (int, str, bool, float, bytes, type(None), tuple) or isinstance(value, msgspec.Struct | Enum | Half):
-        return value
-    if isinstance(value, dict):
-        fresh = kind()
-        for name, item in value.items():
-            dict.__setitem__(fresh, name, fork(item, twins))
-        return fresh
-    if isinstance(value, list | deque):
-        return kind(fork(item, twins) for item in value)
-    twin = twins.get(id(value))
-    if twin is None:
-        if not hasattr(value, "__dict__"):
-            twin = twins[id(value)] = copy.copy(value)  # a record whose fields are values
-        else:
-            twin = twins[id(value)] = kind.__new__(kind)
-            twin.__dict__ = {name: fork(item, twins) for name, item in value.__dict__.items()}
-    return twin
-
-
-def spec_of(ranks: int, term: int) -> FleetSpec:
-    timing = Timing(
-        heartbeat_ms=60_000,
-        stall_after_ms=3_600_000,
-        dead_after_ms=3_600_000,
-        step_deadline_ms=86_400_000,
-        start_ack_timeout_ms=600_000,
-        form_timeout_ms=3_600_000,
-    )
-    deployment = DeploymentSpec(name=NAME, kind=Kind.MOE, dp_size=ranks)
-    return FleetSpec(boot=f"{term:016x}", term=term, deployments=(deployment,), feed="feed", timing=timing)
-
-
-def new_rank(state: State, rank: int, dp_size: int) -> Rank:
-    state.lives += 1
-    identity = events.Identity(
-        deployment=NAME,
-        rank=rank,
-        incarnation=f"{state.lives:016x}",
-        kind=Kind.MOE,
-        dp_size=dp_size,
-        host="one",
-        exchanges=("shm",),
-    )
-    core = RankCore(identity, Half(), NOW_MS)  # type: ignore[arg-type]
-    quiet(core)
-    return Rank(core, life=state.lives)
+SYSTEMS: tuple[tuple[int, Budget, int], ...] = (
+    # ranks, what may happen, and after how many states it is enough
+    (2, Budget(requests=1, lost=1), 40_000),
+    (2, Budget(requests=1, doubled=1), 40_000),
+    (2, Budget(requests=2), 40_000),
+    (2, Budget(requests=1, overtaken=1), 40_000),
+    (2, Budget(requests=1, restarts=1), 40_000),
+    (2, Budget(requests=1, deaths=1), 40_000),
+    (3, Budget(requests=1), 40_000),
+    (2, Budget(requests=1, lost=1, doubled=1, overtaken=1), 30_000),
+    (3, Budget(requests=1, lost=1, deaths=1, restarts=1), 30_000),
+)
 
 
 def first(ranks: int, budget: Budget) -> State:
     """All ranks are registered and formed, idle in wave 0: where the interesting part begins."""
-    state = State(Fleet(spec_of(ranks, 1), NOW_MS), [], budget)
+    state = State(Fleet(spec_of(ranks, 1), NOW_MS), [], Budget(words=0))
     coordinator(state, Tick())
     for rank in range(ranks):
         state.ranks.append(new_rank(state, rank, ranks))
         tick(state, rank, register=True)
-    calm = msgspec.structs.replace(budget, requests=0, lost=0, doubled=0, overtaken=0, restarts=0, deaths=0)
-    state.budget = calm
     while True:
         for name, action in sorted(actions(state), key=lambda each: each[0]):
             if not name.startswith(("heartbeat", "again")):
@@ -166,7 +76,7 @@ def first(ranks: int, budget: Budget) -> State:
         else:
             break
     state.budget = budget
-    assert lockstep(state).phase is Phase.IDLE, lockstep(state).phase
+    assert state.lockstep().phase is Phase.IDLE, state.lockstep().phase
     return state
 
 
@@ -174,18 +84,20 @@ def first(ranks: int, budget: Budget) -> State:
 # ------------------------------------------------------------------------------------------------------
 
 
-def actions(state: State) -> Iterator[tuple[str, Callable[[State], None]]]:
-    """All that can happen next. Each name says what; each action changes a state that is its own."""
+Action = Callable[[State], None]
+MISFORTUNES = ("lose", "double", "overtake", "restart", "die")
+
+
+def actions(state: State) -> Iterator[tuple[str, Action]]:
+    """All that can happen next. Each name says what; each action changes the state that it is given."""
     yield from _links(state)
     yield from _coordinator(state)
     for index in range(len(state.ranks)):
-        yield from _rank(state, index)
+        yield from _control(state, index)
+        yield from _engine(state, index)
 
 
-MISFORTUNES = ("lose", "double", "overtake", "restart", "die", "request")
-
-
-def _links(state: State) -> Iterator[tuple[str, Callable[[State], None]]]:
+def _links(state: State) -> Iterator[tuple[str, Action]]:
     for link, queue in state.links.items():
         if not queue:
             continue
@@ -199,8 +111,8 @@ def _links(state: State) -> Iterator[tuple[str, Callable[[State], None]]]:
             yield f"overtake {link} {type(queue[1]).__name__}", partial(overtake, link=link)
 
 
-def _coordinator(state: State) -> Iterator[tuple[str, Callable[[State], None]]]:
-    deployment = lockstep(state)
+def _coordinator(state: State) -> Iterator[tuple[str, Action]]:
+    deployment = state.lockstep()
     for record in deployment.members:
         life = int(record.incarnation, 16)
         # A command that is sent again while it, or its acknowledgement, is on the way is one that was doubled.
@@ -213,31 +125,33 @@ def _coordinator(state: State) -> Iterator[tuple[str, Callable[[State], None]]]:
         yield "restart the coordinator", restart
 
 
-def _rank(state: State, index: int) -> Iterator[tuple[str, Callable[[State], None]]]:
+def _control(state: State, index: int) -> Iterator[tuple[str, Action]]:
     rank = state.ranks[index]
-    core = rank.core
-    link = f"r{rank.life}"
     if state.budget.requests:
         yield f"request to rank {index}", partial(request, index=index, told=False)
         if state.budget.words:
             yield f"request to rank {index}, told", partial(request, index=index, told=True)
     if state.budget.deaths:
         yield f"die rank {index}", partial(die, index=index)
-    if not state.links.get(link):
-        if not core.registered:
+    if not state.links.get(f"r{rank.life}"):
+        if not rank.core.registered:
             yield f"register rank {index}", partial(tick, index=index, register=True)
         elif has_news(state, rank):
             yield f"heartbeat of rank {index}", partial(tick, index=index, register=False)
     if rank.building is not None and all(rank.building.group in _tokens(each) for each in state.ranks):
         yield f"build rank {index}", partial(build, index=index)
-    if rank.thrown:
-        yield f"throw out rank {index}", partial(throw_out, index=index)
-    elif rank.posted:
-        if len(state.rows[rank.group, rank.count]) == len(state.ranks):
+
+
+def _engine(state: State, index: int) -> Iterator[tuple[str, Action]]:
+    rank = state.ranks[index]
+    if rank.waits_in is not None:
+        if len(state.rows[rank.waits_in]) == len(state.ranks):
             yield f"take rank {index}", partial(take, index=index)
-    elif core.lost is not None:
+        if rank.thrown:
+            yield f"throw out rank {index}", partial(throw_out, index=index)
+    elif rank.core.lost is not None:
         yield f"tell rank {index} of the fault", partial(throw_out, index=index)
-    elif core.must_step and rank.group:
+    elif rank.core.must_step and rank.group:
         yield f"post rank {index}", partial(post, index=index)
 
 
@@ -247,46 +161,49 @@ def _tokens(rank: Rank) -> tuple[str, ...]:
 
 
 def request(state: State, index: int, told: bool) -> None:
-    rank = state.ranks[index]
+    rank = state.my_rank(index)
     rank.work += 1
-    state.budget = msgspec.structs.replace(state.budget, requests=state.budget.requests - 1)
+    state.budget = state.budget.less("requests")
     rank_does(state, index, rank.core.work_arrived())
     if told:
-        state.budget = msgspec.structs.replace(state.budget, words=state.budget.words - 1)
+        state.budget = state.budget.less("words")
         state.asks += 1
-        word = FirstRequest(front_end="f" * 16, deployment=NAME, ask=state.asks, wave=lockstep(state).wave, rank=index)
-        state.links.setdefault("f", []).append(word)
+        wave = state.lockstep().wave
+        word = FirstRequest(front_end="f" * 16, deployment=NAME, ask=state.asks, wave=wave, rank=index)
+        state.post("f", word)
 
 
 def deliver(state: State, link: str, index: int) -> None:
-    message = state.links[link].pop(index)
+    message = state.take(link, index)
     if link[0] in "rf":
         coordinator(state, Received(f"c{link[1:]}".encode(), message))
-    else:
-        for number, rank in enumerate(state.ranks):
-            if link == f"c{rank.life}":
-                rank_does(state, number, rank.core.handle(events.Received(message), NOW_MS))
-                quiet(rank.core)
+        return
+    for number, rank in enumerate(state.ranks):
+        if link == f"c{rank.life}":
+            core = state.my_rank(number).core
+            rank_does(state, number, core.handle(events.Received(message), NOW_MS))
+            quiet(core)
 
 
 def lose(state: State, link: str) -> None:
-    state.budget = msgspec.structs.replace(state.budget, lost=state.budget.lost - 1)
-    state.links[link].pop(0)
+    state.budget = state.budget.less("lost")
+    state.take(link, 0)
 
 
 def double(state: State, link: str) -> None:
     """The copy comes last: after everything that is on the way now."""
-    state.budget = msgspec.structs.replace(state.budget, doubled=state.budget.doubled - 1)
-    state.links[link].append(state.links[link][0])
+    state.budget = state.budget.less("doubled")
+    state.post(link, state.links[link][0])
 
 
 def overtake(state: State, link: str) -> None:
-    state.budget = msgspec.structs.replace(state.budget, overtaken=state.budget.overtaken - 1)
+    state.budget = state.budget.less("overtaken")
     deliver(state, link, 1)
 
 
 def restart(state: State) -> None:
-    state.budget = msgspec.structs.replace(state.budget, restarts=state.budget.restarts - 1)
+    state.budget = state.budget.less("restarts")
+    state.my_fleet()
     state.fleet = Fleet(spec_of(len(state.ranks), state.fleet.term + 1), NOW_MS)
     state.links = {link: queue for link, queue in state.links.items() if link[0] == "c"}  # what it had sent still comes
     coordinator(state, Tick())
@@ -294,29 +211,31 @@ def restart(state: State) -> None:
 
 def die(state: State, index: int) -> None:
     """A process is gone, and its replacement has started; its work is gone with it."""
-    state.budget = msgspec.structs.replace(state.budget, deaths=state.budget.deaths - 1)
-    old = state.ranks[index]
-    state.links.pop(f"c{old.life}", None)
+    state.budget = state.budget.less("deaths")
+    state.links.pop(f"c{state.my_rank(index).life}", None)
     state.ranks[index] = new_rank(state, index, len(state.ranks))
 
 
 def notice_death(state: State, rank: int) -> None:
-    record = lockstep(state).members.get(rank)
+    state.my_fleet()
+    members = state.lockstep().members
+    record = members.get(rank)
     assert record is not None
     record.heard_ms = -NEVER_MS
-    lockstep(state).members.look_again_ms = 0
+    members.look_again_ms = 0
     coordinator(state, Tick())
 
 
 def send_again(state: State, rank: int) -> None:
-    record = lockstep(state).members.get(rank)
+    state.my_fleet()
+    record = state.lockstep().members.get(rank)
     assert record is not None
     record.sent_ms = -NEVER_MS
     coordinator(state, Tick())
 
 
 def tick(state: State, index: int, register: bool) -> None:
-    core = state.ranks[index].core
+    core = state.my_rank(index).core
     if register:
         core._register_ms = NOW_MS
     else:
@@ -326,7 +245,7 @@ def tick(state: State, index: int, register: bool) -> None:
 
 
 def build(state: State, index: int) -> None:
-    rank = state.ranks[index]
+    rank = state.my_rank(index)
     form, rank.building = rank.building, None
     assert form is not None
     effects = rank.core.handle(events.Built(form.group, "shm", 0), NOW_MS)
@@ -337,33 +256,42 @@ def build(state: State, index: int) -> None:
 
 
 def post(state: State, index: int) -> None:
-    rank = state.ranks[index]
+    rank = state.my_rank(index)
     row, position = rank.core.begin(Row(num_tokens=rank.work, has_work=rank.work > 0, dummy=rank.work == 0))
     rank.count += 1
-    rank.posted = True
-    state.rows.setdefault((rank.group, rank.count), {})[index] = (row, position)
+    rank.waits_in = rank.group, rank.count
+    posted = state.rows.get(rank.waits_in, ())
+    assert all(other == position for _, _, other in posted), f"rank {index} is at {position}, the others at {posted}"
+    state.rows[rank.waits_in] = (*posted, (index, row, position))
 
 
 def take(state: State, index: int) -> None:
-    rank = state.ranks[index]
-    rows = state.rows[rank.group, rank.count]
-    positions = {position for _, position in rows.values()}
-    assert len(positions) == 1, f"the ranks met at different positions: {positions}"
-    plan = decide([rows[each][0] for each in range(len(state.ranks))], positions.pop(), SETTINGS)
-    rank.posted = False
-    rank_does(state, index, rank.core.finish(plan, 1.0))
+    rank = state.my_rank(index)
+    assert rank.waits_in is not None
+    rows = sorted(state.rows[rank.waits_in], key=lambda each: each[0])
+    plan = decide([row for _, row, _ in rows], rows[0][2], SETTINGS)
+    rank.waits_in, rank.thrown = None, False
     if plan.runs_forward:
         assert rank.core.mode is Mode.RUNNING, "a forward outside a wave"
         rank.work = max(0, rank.work - 1)
+    rank_does(state, index, rank.core.finish(plan, 1.0))
 
 
 def throw_out(state: State, index: int) -> None:
-    rank = state.ranks[index]
-    rank.thrown = False
+    rank = state.my_rank(index)
+    was_inside, rank.waits_in, rank.thrown = rank.waits_in is not None, None, False
     lost, effects = rank.core.leave_for_fault()
-    if lost is None and rank.core.stepper.running:
+    if lost is None and was_inside:
         effects = rank.core.fail("interrupted", None)
     rank_does(state, index, effects)
+
+
+def forget_rows(state: State) -> None:
+    """Rows that nobody will read any more."""
+    for group, count in list(state.rows):
+        waited_for = any(rank.waits_in == (group, count) for rank in state.ranks)
+        if not waited_for and not any(rank.group == group and rank.count < count for rank in state.ranks):
+            del state.rows[group, count]
 
 
 # --- effects
@@ -372,165 +300,70 @@ def throw_out(state: State, index: int) -> None:
 
 def rank_does(state: State, index: int, effects: list[events.Effect]) -> None:
     rank = state.ranks[index]
+    before = rank.core.term, rank.core.stepper.epoch, rank.core.stepper.wave
     for effect in effects:
         match effect:
             case events.Send(message=message):
-                state.links.setdefault(f"r{rank.life}", []).append(message)
+                state.post(f"r{rank.life}", message)
             case events.Build(form=form):
                 rank.building = form
             case events.Interrupt():
-                rank.group, rank.thrown, rank.posted = "", rank.thrown or rank.posted, False
+                rank.group, rank.thrown = "", rank.thrown or rank.waits_in is not None
             case _:
                 pass
+    last = state.last.get(rank.life, (0, 0, 0))
+    assert all(new >= old for new, old in zip(before, last, strict=True)), f"rank {index} went from {last} to {before}"
+    state.last = {**state.last, rank.life: before}
     rank.core.dropped.clear()
 
 
 def coordinator(state: State, event: Received | Tick) -> None:
-    for effect in state.fleet.handle(event, NOW_MS):
+    fleet = state.my_fleet()
+    before = fleet.term, state.lockstep().epoch, state.lockstep().wave
+    phase = state.lockstep().phase
+    for effect in fleet.handle(event, NOW_MS):
         match effect:
             case CoordinatorSend(peer=peer, message=message):
                 if peer != b"c" and any(peer.decode() == f"c{rank.life}" for rank in state.ranks):
-                    state.links.setdefault(peer.decode(), []).append(message)
+                    state.post(peer.decode(), message)
             case Publish(message=Update(phase=Phase.RUNNING) as update):
                 published_running(state, update)
             case _:
                 pass
-    state.fleet.check()
-    state.fleet.story.clear()
-    state.fleet.dropped.clear()
-    state.fleet.received.clear()
-    lockstep(state).dropped.clear()
+    fleet.check()
+    deployment = state.lockstep()
+    check_lockstep(deployment)
+    if phase is Phase.FAULTED and deployment.phase is Phase.FORMING:
+        inside = [index for index, rank in enumerate(state.ranks) if rank.waits_in and _is_member(deployment, rank)]
+        assert not inside, f"a group is formed while rank {inside} sits in the broken exchange"
+    after = fleet.term, deployment.epoch, deployment.wave
+    assert fleet.term > before[0] or (before[1] <= after[1] and before[2] <= after[2]), f"from {before} to {after}"
+    fleet.story.clear()
+    fleet.dropped.clear()
+    fleet.received.clear()
+    deployment.dropped.clear()
+
+
+def _is_member(deployment: Lockstep, rank: Rank) -> bool:
+    record = deployment.members.get(rank.core.identity.rank)
+    return record is not None and record.incarnation == rank.core.identity.incarnation
 
 
 def published_running(state: State, update: Update) -> None:
     """Invariant 6: running is never published without evidence."""
     for rank in state.ranks:
-        record = lockstep(state).members.get(rank.core.identity.rank)
-        if record is None or record.incarnation != rank.core.identity.incarnation:
+        if not _is_member(state.lockstep(), rank):
             continue  # whoever acknowledged has died since
         stepper = rank.core.stepper
         begun = (stepper.epoch, stepper.wave) > (update.epoch, update.wave) or (
             stepper.wave == update.wave and (stepper.running or rank.core.mode is Mode.HALTED)
         )
-        who = core_name(rank)
+        who = f"rank {rank.core.identity.rank}"
         assert begun, f"wave {update.wave} was published as running, but {who} has not begun it"
-
-
-def core_name(rank: Rank) -> str:
-    return f"rank {rank.core.identity.rank}"
-
-
-def quiet(core: RankCore) -> None:
-    """No timer of its own: time does not pass here."""
-    core._heartbeat_ms = core._register_ms = NEVER_MS
-    core._load_dirty = False
-
-
-def has_news(state: State, rank: Rank) -> bool:
-    """Whether a heartbeat would tell the coordinator anything."""
-    record = lockstep(state).members.get(rank.core.identity.rank)
-    if record is None or record.incarnation != rank.core.identity.incarnation:
-        return True
-    return _without_step(record.at) != _without_step(rank.core.at())
-
-
-def lockstep(state: State) -> Lockstep:
-    deployment = state.fleet.deployments[NAME]
-    assert isinstance(deployment, Lockstep)
-    return deployment
 
 
 # --- the search
 # --------------------------------------------------------------------------------------------------------
-
-
-def key(state: State) -> bytes:
-    """Equal for states that behave alike: counters, message numbers and names of lives are taken out."""
-    deployment = lockstep(state)
-    lives = {rank.life: index for index, rank in enumerate(state.ranks)}
-    members = tuple(
-        (r.rank, lives.get(int(r.incarnation, 16), -1), _without_step(r.at), r.applied, r.sent_seq, r.register.group)
-        for r in deployment.members
-    )
-    fleet = (
-        state.fleet.term,
-        deployment.phase,
-        deployment.epoch,
-        deployment.wave,
-        deployment.seq,
-        deployment._phase_seq,
-        tuple(deployment._log),
-        bool(deployment.asks),
-        tuple(deployment._served_asks.values()),
-        deployment._wave_broken,
-        members,
-    )
-    ranks = tuple(_rank_key(rank) for rank in state.ranks)
-    links = tuple(
-        (link[0], lives.get(int(link[1:] or 0), -1), tuple(_message_key(m) for m in queue))
-        for link, queue in sorted(state.links.items())
-        if queue
-    )
-    used = {(rank.group, rank.count) for rank in state.ranks if rank.posted}
-    rows = tuple((at, tuple(sorted(state.rows[at]))) for at in sorted(used))
-    whole = (fleet, ranks, links, rows, state.budget, _stale(state))
-    return hashlib.blake2b(pickle.dumps(whole, pickle.HIGHEST_PROTOCOL), digest_size=16).digest()
-
-
-def _rank_key(rank: Rank) -> tuple[object, ...]:
-    core, stepper = rank.core, rank.core.stepper
-    return (
-        _without_step(core.at()),
-        core.registered,
-        core.group,
-        stepper.inside,
-        stepper._arrived,
-        stepper._row_work,
-        core.lost,
-        tuple(core._pending),
-        core._build_waits,
-        rank.work,
-        rank.group,
-        rank.count,
-        rank.posted,
-        rank.thrown,
-        rank.building.epoch if rank.building else 0,
-    )
-
-
-def _without_step(at: At) -> tuple[object, ...]:
-    """Nothing that a core decides depends on the step; it is there to be shown."""
-    return at.mode, at.term, at.epoch, at.applied, at.wave, at.has_work, at.hold
-
-
-def _message_key(message: Message) -> tuple[object, ...]:
-    facts: list[object] = [type(message).__name__]
-    for name in ("term", "epoch", "seq", "wave", "ask", "group"):
-        facts.append(getattr(message, name, None))
-    if isinstance(message, FromRank):
-        facts.append(_without_step(message.at))
-    return tuple(facts)
-
-
-def _stale(state: State) -> tuple[bool, ...]:
-    """Which messages on the way are already overtaken: their numbers matter only in that."""
-    stale = []
-    for link, queue in sorted(state.links.items()):
-        for message in queue:
-            if link[0] == "r":
-                record = lockstep(state).members.get(getattr(message, "rank", -1))
-                known = record is not None and record.incarnation == getattr(message, "incarnation", "")
-                number = getattr(message, "number", 0)
-                stale.append(bool(known and record is not None and number <= record.number))
-    return tuple(stale)
-
-
-def good(state: State) -> bool:
-    """All work done, and everybody idle in one wave."""
-    if any(rank.work or rank.core.stepper.has_work for rank in state.ranks):
-        return False
-    places = {(rank.core.mode, rank.core.stepper.epoch, rank.core.stepper.wave) for rank in state.ranks}
-    return len(places) == 1 and next(iter(places))[0] is Mode.IDLE
 
 
 @dataclass
@@ -540,21 +373,29 @@ class Result:
     states: int
     transitions: int
     complete: bool
-    stuck: list[str] | None
-    """The story of a state from which work cannot finish, if there is one."""
-    broken: tuple[str, list[str]] | None
-    """An invariant that does not hold, and the story that leads there."""
     seconds: float
+    stuck: list[str] | None = None
+    """The story of a state from which work cannot finish, if there is one."""
+    broken: tuple[str, list[str]] | None = None
+    """An invariant that does not hold, and the story that leads there."""
+
+    @property
+    def fails(self) -> bool:
+        return bool(self.stuck or self.broken)
+
+    def told(self) -> str:
+        title, story = self.broken or ("work cannot finish", self.stuck or [])
+        return "\n".join([f"  {title}", *(f"  {number}. {name}" for number, name in enumerate(story, 1))])
 
 
 def explore(ranks: int, budget: Budget, states_max: int, progress: Callable[[str], None] = lambda text: None) -> Result:
-    """Visit all states, breadth first, up to `states_max`."""
+    """Visit all states, breadth first, up to `states_max`; the first broken invariant ends the search."""
     began = time.monotonic()
     start = first(ranks, budget)
     seen = {key(start): 0}
     parents: list[tuple[int, str]] = [(-1, "")]
     back: list[list[int]] = [[]]
-    goals: list[int] = [0] if good(start) else []
+    goals: list[int] = []
     queue: deque[tuple[int, State]] = deque([(0, start)])
     transitions = 0
     complete = True
@@ -565,11 +406,12 @@ def explore(ranks: int, budget: Budget, states_max: int, progress: Callable[[str
             transitions += 1
             try:
                 action(then)
-            except AssertionError as error:
+                forget_rows(then)
+            except Exception as error:  # a traceback of the cores is found like a broken invariant
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
                 story = [*_story(parents, number), name]
-                return Result(
-                    len(seen), transitions, False, None, (str(error).splitlines()[0], story), time.monotonic() - began
-                )
+                seconds = time.monotonic() - began
+                return Result(len(seen), transitions, False, seconds, broken=(text, story))
             digest = key(then)
             target = seen.get(digest)
             if target is None:
@@ -585,11 +427,11 @@ def explore(ranks: int, budget: Budget, states_max: int, progress: Callable[[str
                 queue.append((target, then))
                 if len(seen) % 10_000 == 0:
                     progress(f"{len(seen):,} states, {transitions:,} transitions, {len(queue):,} to visit")
-            if not name.startswith(MISFORTUNES) or name.startswith("request"):
+            if not name.startswith(MISFORTUNES):
                 back[target].append(number)
     stuck = _unreachable(len(parents), back, goals)
-    story_of_stuck = _story(parents, stuck) if stuck is not None else None
-    return Result(len(seen), transitions, complete, story_of_stuck, None, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return Result(len(seen), transitions, complete, seconds, None if stuck is None else _story(parents, stuck))
 
 
 def _unreachable(count: int, back: list[list[int]], goals: list[int]) -> int | None:
@@ -612,29 +454,56 @@ def _story(parents: list[tuple[int, str]], number: int) -> list[str]:
     return story[::-1]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Visit every state of a small system.")
-    parser.add_argument("ranks", type=int)
-    parser.add_argument("requests", type=int)
+# --- the command line
+# --------------------------------------------------------------------------------------------------
+
+
+def one(system: tuple[int, Budget, int]) -> tuple[tuple[int, Budget, int], Result]:
+    """Visit one system, in a worker."""
+    ranks, budget, states_max = system
+    name = f"{ranks} ranks, {budget}"
+    return system, explore(
+        ranks, budget, states_max, lambda text: print(f"{name}: {text}", file=sys.stderr, flush=True)
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Visit the systems that are asked for; return 1 if one of them fails."""
+    parser = argparse.ArgumentParser(prog="explore", description="Visit every state of a small system.")
+    parser.add_argument("ranks", type=int, nargs="?")
+    parser.add_argument("requests", type=int, nargs="?", default=1)
     for name in ("lost", "doubled", "overtaken", "restarts", "deaths"):
         parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--words", type=int, default=1, help="requests that a front-end tells the coordinator of")
     parser.add_argument("--states", type=int, default=200_000, help="stop after so many")
-    asked: Any = parser.parse_args()
-    budget = Budget(
-        asked.requests, asked.words, asked.lost, asked.doubled, asked.overtaken, asked.restarts, asked.deaths
-    )
-    result = explore(asked.ranks, budget, asked.states, lambda text: print(text, file=sys.stderr, flush=True))
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    asked = parser.parse_args(arguments)
+    systems = SYSTEMS
+    if asked.ranks is not None:
+        given = {name: getattr(asked, name) for name in Budget.__struct_fields__}
+        systems = ((asked.ranks, Budget(**given), asked.states),)
+    totals: Counter[str] = Counter()
+    began = time.monotonic()
+    with multiprocessing.Pool(asked.processes) as pool:
+        for (ranks, budget, _), result in pool.imap_unordered(one, systems):
+            extent = "complete" if result.complete else "stopped at its limit"
+            print(
+                f"{ranks} ranks, {budget}: {result.states:,} states, {result.transitions:,} transitions, {extent}, "
+                f"{result.seconds:.0f} s",
+                flush=True,
+            )
+            if result.fails:
+                print(result.told(), flush=True)
+            totals.update(states=result.states, transitions=result.transitions, failed=int(result.fails))
     print(
-        f"{asked.ranks} ranks, {budget}: {result.states:,} states, {result.transitions:,} transitions, "
-        f"{'all of them' if result.complete else 'stopped at the limit'}, {result.seconds:.0f} s"
+        f"{totals['states']:,} distinct states, {totals['transitions']:,} transitions in "
+        f"{time.monotonic() - began:.0f} s; after each: {INVARIANTS}"
     )
-    for title, story in (("broken", result.broken and result.broken[1]), ("stuck", result.stuck)):
-        if story:
-            print(f"{title}: {result.broken[0] if result.broken else 'work cannot finish'}")
-            print("\n".join(f"  {number}. {name}" for number, name in enumerate(story, 1)))
-    return 1 if result.broken or result.stuck else 0
+    print(f"{len(systems) - totals['failed']} passed, {totals['failed']} failed")
+    return int(totals["failed"] > 0)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+INVARIANTS = (
+    "the coordinator's own checks, nothing goes back, running on evidence, rows meet at one position, no forward "
+    "outside a wave; in the end: from everywhere, all work can be done"
+)

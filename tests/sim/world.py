@@ -2,44 +2,52 @@
 
 Everything that happens is drawn from one seeded generator, so a seed is a story that can be told again. Messages of
 the control plane are delayed, and, where the world is told so, lost, doubled and reordered. The exchange is exact: it
-either gives every rank all rows or fails. After every event the invariants of DESIGN.md section 10 are checked.
+gives a rank all rows, or fails. After every event the invariants of DESIGN.md section 10 are checked: here, what
+concerns all; in `peers`, what a single process can see.
 """
 
 import heapq
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from random import Random
 
 import msgspec
 
-from wavekeeper.coordinator.core import DeploymentSpec, Fleet, FleetSpec, Publish
+from wavekeeper.coordinator.core import DeploymentSpec, Effect, Event, Fleet, FleetSpec, Note, Publish
 from wavekeeper.coordinator.core import Received as CoordinatorReceived
 from wavekeeper.coordinator.core import Send as CoordinatorSend
 from wavekeeper.coordinator.core import Tick as CoordinatorTick
+from wavekeeper.coordinator.core.events import Answer, Wished
+from wavekeeper.coordinator.core.holds import HoldWish, ResumeWish
+from wavekeeper.coordinator.core.lockstep import Lockstep
 from wavekeeper.proto.codec import decode, encode
-from wavekeeper.proto.messages import Kind, Message, Mode, Phase, Timing, Update
-from wavekeeper.proto.rows import Position, Row
-from wavekeeper.worker_agent import events as rank_events
-from wavekeeper.worker_agent import front_end_core
-from wavekeeper.worker_agent.core import RankCore
-from wavekeeper.worker_agent.plan import Plan, PlanSettings, decide
-
-SETTINGS = PlanSettings()
-TIMING = Timing(
-    heartbeat_ms=100,
-    stall_after_ms=1_000,
-    dead_after_ms=1_500,
-    step_deadline_ms=5_000,
-    start_ack_timeout_ms=1_000,
-    form_timeout_ms=3_000,
+from wavekeeper.proto.messages import (
+    FirstRequest,
+    Heartbeat,
+    Kind,
+    LoadReport,
+    Message,
+    Mode,
+    Phase,
+    Pulse,
+    Snapshot,
+    Start,
+    Update,
 )
 
+from .peers import TIMING, FrontEnd, Group, Peer, Rank, Request
 
-@dataclass
-class Weather:
+WAVE_MESSAGES_MAX = 12
+"""Of one wave for each rank, all of it together: the question, the start, its answer, the end, and repetitions."""
+QUIET_MESSAGES_MAX = 120
+"""Of one process in one virtual second, whatever else goes on."""
+_HUM = Heartbeat | Pulse | LoadReport | Update | Snapshot
+"""Not worth a line in the story."""
+
+
+class Weather(msgspec.Struct, frozen=True):
     """How bad the control plane's network is. Probabilities a message; delays in ms."""
 
     loss: float = 0.0
@@ -49,275 +57,122 @@ class Weather:
     """Share of messages that take up to a second: they are overtaken."""
 
 
-@dataclass
-class Request:
-    """So many steps of work for one rank."""
+class Coordinator(Peer):
+    """The coordinator's process, in one term."""
 
-    number: int
-    left: int
-    rank: int = -1
+    def __init__(self, world: "World") -> None:
+        super().__init__(world, f"coordinator of term {world.term}")
+        boot = f"{world.random.getrandbits(64):016x}"
+        spec = FleetSpec(boot=boot, term=world.term, deployments=world.specs, feed="feed", timing=TIMING)
+        self.fleet = Fleet(spec, self.clock_ms)
+        self.asked: set[str] = set()
+        """Deployments of which a front-end wants a wave that has not begun."""
+        self._asks: dict[str, int] = {}
+        self.happens(self.tick)
 
-
-@dataclass
-class Group:
-    """One exchange of one epoch: rows by count of exchange."""
-
-    dp_size: int
-    joined: set[int] = field(default_factory=set)
-    rows: dict[int, dict[int, tuple[Row, Position]]] = field(default_factory=dict)
-    plans: dict[int, Plan] = field(default_factory=dict)
-    operations: list[list[str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.operations = [[] for _ in range(self.dp_size)]
-
-
-class Rank:
-    """One rank's process: its core, and an engine that is a queue."""
-
-    def __init__(self, world: "World", spec: DeploymentSpec, rank: int, life: int) -> None:
-        self.world = world
-        self.spec = spec
-        self.rank = rank
-        self.alive = True
-        self.queue: deque[Request] = deque()
-        self.group: Group | None = None
-        self.count = 0
-        self.turn_planned = False
-        self.waiting_in: int | None = None
-        self.last: tuple[int, int, int] = (0, 0, 0)
-        self.cut_until_ms = 0
-        identity = rank_events.Identity(
-            deployment=spec.name,
-            rank=rank,
-            incarnation=f"{world.random.getrandbits(64):016x}",
-            kind=spec.kind,
-            dp_size=spec.dp_size,
-            settings=SETTINGS.compared(),
-            host="one",
-            exchanges=("shm",) if spec.kind.lockstep else (),
-            serve=f"{spec.name}/{rank}/{life}",
-        )
-        self.core = RankCore(identity, Random(world.random.getrandbits(32)), world.now_ms)
-        self.peer = identity.incarnation.encode()
-        world.plan(0, self.tick)
-
-    # --- the control thread ------------------------------------------------------------------------------------------
+    def due_ms(self) -> int:
+        return self.fleet.next_deadline_ms(self.clock_ms)
 
     def tick(self) -> None:
-        if self.alive:
-            self.do(self.core.handle(rank_events.Tick(), self.world.now_ms))
-            self.world.plan(max(1, self.core.next_deadline_ms() - self.world.now_ms), self.tick)
+        self._handle(CoordinatorTick())
+        self.later()
 
-    def receive(self, message: Message) -> None:
-        if self.alive:
-            self.do(self.core.handle(rank_events.Received(message), self.world.now_ms))
+    def receive(self, peer: bytes, message: Message) -> None:
+        self.happens(partial(self._handle, CoordinatorReceived(peer, message)))
 
-    def do(self, effects: list[rank_events.Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case rank_events.Send(message=message):
-                    if not self.is_cut:
-                        self.world.to_coordinator(self.peer, message)
-                case rank_events.Build():
-                    self.world.plan(self.world.random.randint(0, 20), partial(self.build, effect))
-                case rank_events.Interrupt():
-                    self.group = None
-                    if self.waiting_in is not None:
-                        self.waiting_in = None
-                        self.world.plan(self.world.random.randint(0, 50), self.thrown_out)
-                case _:
-                    pass
-        self.plan_turn(0)
-        self.remember()
+    def wish(self, wish: HoldWish | ResumeWish, deployment: str) -> None:
+        """An operator wants something."""
+        self.happens(partial(self._handle, Wished(0, deployment, wish)))
 
-    def build(self, effect: rank_events.Build) -> None:
-        if not self.alive:
+    def _handle(self, event: Event) -> None:
+        fleet = self.fleet
+        if isinstance(event, CoordinatorReceived) and isinstance(event.message, FirstRequest):
+            self._note_ask(event.message)
+        before = {name: deployment.phase for name, deployment in fleet.deployments.items()}
+        self.world.perform(self, fleet.handle(event, self.clock_ms))
+        fleet.check()
+        for name, deployment in fleet.deployments.items():
+            if not isinstance(deployment, Lockstep):
+                assert deployment.wave_messages == 0, f"{deployment.wave_messages} wave messages of a dense deployment"
+                continue
+            check_lockstep(deployment)
+            assert not deployment.dropped["impossible"], f"a rank of {name} acknowledges what was never commanded"
+            if before[name] is Phase.FAULTED and deployment.phase is Phase.FORMING:
+                inside = [rank.name for rank in self.world.everybody(name) if rank.alive and rank.is_inside(deployment)]
+                assert not inside, f"a group is formed while {inside} sit in the broken exchange"
+        self.plan_tick()
+
+    def _note_ask(self, message: FirstRequest) -> None:
+        deployment = self.fleet.deployments.get(message.deployment)
+        if deployment is None or message.ask <= self._asks.get(message.front_end, -1):
             return
-        form = effect.form
-        group = self.world.groups.setdefault(form.group, Group(self.spec.dp_size))
-        group.joined.add(self.rank)
-        began_ms = self.world.now_ms
-
-        def look() -> None:
-            if not self.alive or self.core.stepper.epoch != form.epoch:
-                return
-            if len(group.joined) == group.dp_size:
-                built = rank_events.Built(form.group, "shm", 0)
-                if self.core.mode is Mode.FORMING:
-                    self.group, self.count = group, 0
-                self.do(self.core.handle(built, self.world.now_ms))
-            elif self.world.now_ms - began_ms >= TIMING.form_timeout_ms:
-                failed = rank_events.BuildFailed(form.group, "some rank did not come")
-                self.do(self.core.handle(failed, self.world.now_ms))
-            else:
-                self.world.plan(self.world.random.randint(1, 20), look)
-
-        look()
-
-    # --- the engine's thread -----------------------------------------------------------------------------------------
-
-    def submit(self, request: Request) -> None:
-        request.rank = self.rank
-        if not self.alive:
-            self.world.failed.append(request.number)
-            return
-        self.queue.append(request)
-        self.do(self.core.work_arrived())
-
-    def plan_turn(self, delay_ms: int) -> None:
-        if not self.turn_planned and self.waiting_in is None:
-            self.turn_planned = True
-            self.world.plan(delay_ms, self.turn)
-
-    def turn(self) -> None:
-        self.turn_planned = False
-        if not self.alive or self.waiting_in is not None:
-            return
-        lost, effects = self.core.leave_for_fault()
-        if lost is not None:
-            self.world.seen["RankLost"] += 1
-            self.do(effects)
-            return
-        if not self.core.must_step:
-            return
-        if not self.spec.kind.lockstep:
-            self.advance(self.queue)
-            self.core.stepper.alone(Row(num_tokens=len(self.queue), has_work=bool(self.queue)))
-            self.plan_turn(self.world.random.randint(1, 10))
-            return
-        group = self.group
-        if group is None:
-            return
-        row = Row(num_tokens=len(self.queue), has_work=bool(self.queue), dummy=not self.queue)
-        row, position = self.core.begin(row)
-        self.count += 1
-        self.waiting_in = self.count
-        group.rows.setdefault(self.count, {})[self.rank] = (row, position)
-        group.operations[self.rank].append(str(position))
-        if len(group.rows[self.count]) == group.dp_size:
-            for peer in self.world.ranks[self.spec.name].values():
-                if peer.group is group and peer.waiting_in == self.count:
-                    self.world.plan(self.world.random.randint(0, 3), partial(peer.arrived, group, self.count))
-
-    def arrived(self, group: Group, number: int) -> None:
-        """All rows are there for this rank."""
-        if not self.alive or self.waiting_in != number or self.group is not group:
-            return
-        self.waiting_in = None
-        rows = group.rows[number]
-        positions = {position for _, position in rows.values()}
-        assert len(positions) == 1, f"the ranks met at different positions: {positions}"
-        plan = decide([rows[rank][0] for rank in range(group.dp_size)], positions.pop(), SETTINGS)
-        assert group.plans.setdefault(number, plan) == plan, "two ranks made different plans of the same rows"
-        self.do(self.core.finish(plan, 5.0))
-        if plan.runs_forward:
-            assert self.core.mode is Mode.RUNNING, f"a forward in mode {self.core.mode}"
-            self.advance(self.queue)
-        self.plan_turn(self.world.random.choice((0, 1, 2, 10)))
-
-    def thrown_out(self) -> None:
-        if self.alive:
-            lost, effects = self.core.leave_for_fault()
-            if lost is None:
-                effects = self.core.fail("interrupted", None)
-            self.do(effects)
-
-    def advance(self, queue: deque[Request]) -> None:
-        for request in list(queue):
-            request.left -= 1
-            if request.left <= 0:
-                queue.remove(request)
-                self.world.done.append(request.number)
-
-    def remember(self) -> None:
-        """Term, epoch and wave never go back."""
-        stepper = self.core.stepper
-        now = self.core.term, stepper.epoch, stepper.wave
-        assert now[0] >= self.last[0] and now[1:] >= self.last[1:], f"rank {self.rank} went from {self.last} to {now}"
-        self.last = now
-
-    def cut(self, duration_ms: int) -> None:
-        """Nothing of the control plane reaches or leaves this rank for so long; the exchange goes on."""
-        self.cut_until_ms = self.world.now_ms + duration_ms
-
-    @property
-    def is_cut(self) -> bool:
-        return self.world.now_ms < self.cut_until_ms
-
-    def crash(self) -> None:
-        self.alive = False
-        self.world.failed += [request.number for request in self.queue]
+        self._asks[message.front_end] = message.ask
+        if deployment.phase not in (Phase.STARTING, Phase.RUNNING):
+            self.asked.add(message.deployment)
 
 
-class FrontEnd:
-    """One front-end's process."""
-
-    def __init__(self, world: "World", deployment: str) -> None:
-        self.world = world
-        name = f"{world.random.getrandbits(64):016x}"
-        self.core = front_end_core.FrontEndCore(deployment, name, Random(world.random.getrandbits(32)), world.now_ms)
-        self.peer = name.encode()
-        self.subscribed = False
-        world.plan(0, self.tick)
-
-    def tick(self) -> None:
-        self.do(self.core.handle(front_end_core.Tick(), self.world.now_ms))
-        self.world.plan(max(1, self.core.next_deadline_ms(self.world.now_ms) - self.world.now_ms), self.tick)
-
-    def receive(self, message: Message) -> None:
-        self.do(self.core.handle(front_end_core.Received(message), self.world.now_ms))
-
-    def do(self, effects: list[front_end_core.Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case front_end_core.Send(message=message):
-                    self.world.to_coordinator(self.peer, message)
-                case front_end_core.Subscribe():
-                    self.subscribed = True
-                case _:
-                    pass
-
-    def send(self, request: Request) -> None:
-        """Route one request; try again later while no rank is known to be up."""
-        choice, effects = self.core.pick(self.world.now_ms)
-        self.do(effects)
-        if choice is None:
-            self.world.plan(50, partial(self.send, request))
-            return
-        rank = self.world.ranks[self.core.deployment].get(choice.rank)
-        assert rank is not None
-        self.world.plan(self.world.random.randint(0, 10), partial(rank.submit, request))
-        self.world.plan(200, partial(self.core.done, choice))
+def check_lockstep(deployment: Lockstep) -> None:
+    """What the coordinator has heard, and what it makes of it."""
+    behind = [record.rank for record in deployment.members if record.applied < deployment.seq]
+    assert deployment.phase is not Phase.STARTING or behind, "running is not told, with all the evidence"
+    if deployment.phase in (Phase.IDLE, Phase.STARTING, Phase.RUNNING):
+        out = [r.rank for r in deployment.members if r.at.mode is Mode.HALTED and r.at.epoch == deployment.epoch]
+        assert not out, f"ranks {out} have left the exchange of epoch {deployment.epoch}, which is called whole"
 
 
 class World:
     """Virtual time, the network, and everybody in it."""
 
-    def __init__(self, seed: int, specs: tuple[DeploymentSpec, ...], weather: Weather | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        specs: tuple[DeploymentSpec, ...],
+        weather: Weather | None = None,
+        *,
+        front_ends: int = 2,
+        clocks_differ: bool = True,
+    ) -> None:
         self.random = Random(seed)
         self.now_ms = 1_000
         self.weather = weather or Weather()
         self.specs = specs
+        self.clocks_differ = clocks_differ
         self.term = 1
         self.events = 0
         self.groups: dict[str, Group] = {}
         self.done: list[int] = []
         self.failed: list[int] = []
         self.seen: Counter[str] = Counter()
+        self.story: list[str] | None = None
+        """What happened, in lines, if somebody wants to know."""
+        self.busiest = 0.0
+        """The highest share of the allowed messages that was sent in one virtual second."""
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
         self._published: dict[str, Update] = {}
-        self.fleet: Fleet | None = None
+        self._asked_for: set[tuple[str, int, int]] = set()
+        """Waves that a front-end asked for: these may be empty."""
+        self._first_waves: dict[tuple[str, int], int] = {}
+        self._loads: dict[tuple[str, str], int] = {}
+        self._second = 0
+        self._sent: Counter[str] = Counter()
+        self._started: set[tuple[str, int, int, int]] = set()
+        self.coordinator: Coordinator | None = None
         self.ranks: dict[str, dict[int, Rank]] = {spec.name: {} for spec in specs}
+        self.former: dict[str, list[Rank]] = {spec.name: [] for spec in specs}
+        """Lives whose place was given to another one; some of them do not know."""
         self.front_ends: list[FrontEnd] = []
         self.start_coordinator()
         for spec in specs:
             for rank in range(spec.dp_size):
                 self.start_rank(spec, rank)
-            self.front_ends += [FrontEnd(self, spec.name), FrontEnd(self, spec.name)]
+            self.front_ends += [FrontEnd(self, spec.name) for _ in range(front_ends)]
 
     # --- what a test does --------------------------------------------------------------------------------------------
+
+    @property
+    def fleet(self) -> Fleet | None:
+        return None if self.coordinator is None else self.coordinator.fleet
 
     def plan(self, delay_ms: int, action: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (self.now_ms + delay_ms, next(self._order), action))
@@ -329,24 +184,54 @@ class World:
             self.now_ms, _, action = heapq.heappop(self._heap)
             action()
             self.events += 1
-            if self.fleet is not None:
-                self.fleet.check()
             if until():
                 return True
+        self.now_ms = deadline_ms
         return until()
+
+    def tell(self, who: str, text: str) -> None:
+        if self.story is not None:
+            self.story.append(f"{self.now_ms / 1000:9.3f} s  {who}: {text}")
+
+    def everybody(self, deployment: str) -> list[Rank]:
+        """Each life of each rank."""
+        return [*self.ranks[deployment].values(), *self.former[deployment]]
 
     def start_rank(self, spec: DeploymentSpec, rank: int) -> None:
         old = self.ranks[spec.name].get(rank)
-        self.ranks[spec.name][rank] = Rank(self, spec, rank, 0 if old is None else 1)
+        if old is not None:
+            self.former[spec.name].append(old)
+        self.ranks[spec.name][rank] = Rank(self, spec, rank, 0 if old is None else old.life + 1)
 
     def start_coordinator(self) -> None:
-        spec = FleetSpec(boot=f"{self.term:016x}", term=self.term, deployments=self.specs, feed="feed", timing=TIMING)
-        self.fleet = Fleet(spec, self.now_ms)
-        self.coordinator_tick(self.fleet)
+        if self.coordinator is None:
+            self.coordinator = Coordinator(self)
 
     def crash_coordinator(self) -> None:
-        self.fleet = None
-        self.term += 1
+        if self.coordinator is not None:
+            self.coordinator.alive = False
+            self.term = max(self.term, self.coordinator.fleet.term) + 1
+            self.coordinator = None
+
+    def restart_front_end(self, index: int) -> None:
+        old = self.front_ends[index]
+        old.alive = False
+        self.front_ends[index] = FrontEnd(self, old.core.deployment)
+
+    def calm(self) -> None:
+        """Everything that was wrong is mended: from here on, work must be done in bounded time."""
+        self.weather = Weather()
+        self.start_coordinator()
+        for spec in self.specs:
+            for former in self.former[spec.name]:
+                former.crash()  # whoever starts processes sees to it that there is one for each rank
+            for rank, life in list(self.ranks[spec.name].items()):
+                life.calm()
+                if not life.alive:
+                    self.start_rank(spec, rank)
+        for peer in [*self.front_ends, self.coordinator]:
+            assert peer is not None
+            peer.calm()
 
     def quiet(self) -> bool:
         """No request is queued anywhere and every lockstep rank is idle in the same wave."""
@@ -360,64 +245,79 @@ class World:
                     return False
         return True
 
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def send(self, request: Request, deployment: str) -> None:
+        """Give the request to one of the front-ends that live now."""
+        front_ends = [each for each in self.front_ends if each.core.deployment == deployment]
+        self.random.choice(front_ends).send(request)
+
+    def finish(self, request: Request) -> None:
+        self.done.append(request.number)
+        request.done()
+
+    def fail(self, request: Request) -> None:
+        self.failed.append(request.number)
+        request.done()
+
     # --- the network -------------------------------------------------------------------------------------------------
 
-    def to_coordinator(self, peer: bytes, message: Message) -> None:
-        self.carry(message, partial(self.at_coordinator, peer))
+    def to_coordinator(self, sender: Peer, message: Message) -> None:
+        assert isinstance(sender, Rank | FrontEnd)
+        self._count(sender.core.deployment if isinstance(sender, FrontEnd) else sender.spec.name)
+        self.carry(sender.name, message, partial(self.at_coordinator, sender.peer))
 
-    def carry(self, message: Message, deliver: Callable[[Message], None]) -> None:
+    def carry(self, who: str, message: Message, deliver: Callable[[Message], None]) -> None:
         weather = self.weather
-        message = decode(encode(message))  # nothing travels that the codec cannot carry
+        carried = decode(encode(message))  # nothing travels that the codec cannot carry
+        assert carried == message, f"{message} arrives as {carried}"
         copies = 2 if self.random.random() < weather.doubling else 1
         for _ in range(copies):
-            if self.random.random() < weather.loss:
-                self.seen["lost"] += 1
-                continue
+            lost = self.random.random() < weather.loss
             delay_ms = self.random.randint(*weather.delay_ms)
             if self.random.random() < weather.straggler:
                 delay_ms = self.random.randint(0, 1_000)
-            self.plan(delay_ms, partial(deliver, message))
+            if self.story is not None and not isinstance(message, _HUM):
+                fate = "is lost" if lost else f"takes {delay_ms} ms"
+                self.tell(who, f"{_short(message)} {fate}")
+            if lost:
+                self.seen["lost"] += 1
+            else:
+                self.plan(delay_ms, partial(deliver, carried))
 
     def at_coordinator(self, peer: bytes, message: Message) -> None:
-        if self.fleet is not None:
-            self.perform(self.fleet, CoordinatorReceived(peer, message))
+        if self.coordinator is not None:
+            self.coordinator.receive(peer, message)
 
-    def coordinator_tick(self, fleet: Fleet) -> None:
-        if self.fleet is fleet:
-            self.perform(fleet, CoordinatorTick())
-            self.plan(max(1, fleet.next_deadline_ms(self.now_ms) - self.now_ms), partial(self.coordinator_tick, fleet))
-
-    def perform(self, fleet: Fleet, event: CoordinatorReceived | CoordinatorTick) -> None:
-        before_ms = fleet.next_deadline_ms(self.now_ms)
-        for effect in fleet.handle(event, self.now_ms):
+    def perform(self, coordinator: Coordinator, effects: list[Effect]) -> None:
+        for effect in effects:
             match effect:
                 case CoordinatorSend(peer=peer, message=message):
-                    self.carry(message, partial(self.at_peer, peer))
+                    if isinstance(message, Start):
+                        self._note_start(coordinator, message)
+                    self._count(getattr(message, "deployment", ""))
+                    self.carry(coordinator.name, message, partial(self.at_peer, peer))
                 case Publish(deployment=name, message=message):
                     assert isinstance(message, Update)
                     self.published(name, message)
                     for front_end in self.front_ends:
                         if front_end.core.deployment == name and front_end.subscribed:
-                            self.carry(message, front_end.receive)
-                case _:
-                    pass
-        after_ms = fleet.next_deadline_ms(self.now_ms)
-        if after_ms < before_ms and isinstance(event, CoordinatorReceived):
-            self.plan(max(1, after_ms - self.now_ms), partial(self.extra_tick, fleet))
-
-    def extra_tick(self, fleet: Fleet) -> None:
-        """An event has brought the next deadline forward."""
-        if self.fleet is fleet:
-            self.perform(fleet, CoordinatorTick())
+                            self.carry(coordinator.name, message, front_end.receive)
+                case Note(text=text, deployment=name):
+                    self.tell(coordinator.name, f"{name} {text}")
+                case Answer(answer=answer):
+                    self.tell(coordinator.name, f"answers the operator: {answer}")
 
     def at_peer(self, peer: bytes, message: Message) -> None:
-        for ranks in self.ranks.values():
-            for rank in ranks.values():
+        for spec in self.specs:
+            for rank in self.everybody(spec.name):
                 if rank.peer == peer and not rank.is_cut:
                     rank.receive(message)
         for front_end in self.front_ends:
             if front_end.peer == peer:
                 front_end.receive(message)
+
+    # --- invariants --------------------------------------------------------------------------------------------------
 
     def published(self, name: str, update: Update) -> None:
         """Running is never published without evidence, and nothing published goes back."""
@@ -426,20 +326,102 @@ class World:
             order = (before.term, before.seq), (update.term, update.seq)
             assert order[0] < order[1], f"the feed went from {order[0]} to {order[1]}"
             if before.term == update.term:
-                assert (before.epoch, before.wave) <= (update.epoch, update.wave), f"{before} -> {update}"
+                assert before.epoch <= update.epoch and before.wave <= update.wave, f"{before} -> {update}"
+        for state in update.ranks:
+            if state.load_number:  # 0: this term has not heard any yet
+                number = self._loads.get((name, state.incarnation), 0)
+                assert number <= state.load_number, f"an older load of rank {state.rank} was published"
+                self._loads[name, state.incarnation] = state.load_number
         self._published[name] = update
-        if update.phase is Phase.RUNNING:
-            self.seen["running"] += 1
-            assert self.fleet is not None
-            for rank in self.ranks[name].values():
-                member = self.fleet.deployments[name].members.get(rank.rank)
-                if member is None or member.incarnation != rank.core.identity.incarnation:
-                    continue  # the life that acknowledged has died since, and nobody knows it yet
-                stepper = rank.core.stepper
-                began = stepper.wave > update.wave or (stepper.wave == update.wave and stepper.running)
-                assert began or stepper.epoch > update.epoch, (
-                    f"wave {update.wave} of {name} was published as running, but rank {rank.rank} has not begun it"
-                )
+        if update.phase is not Phase.RUNNING:
+            return
+        self.seen["running"] += 1
+        assert self.fleet is not None
+        for rank in self.ranks[name].values():
+            member = self.fleet.deployments[name].members.get(rank.rank)
+            if member is None or member.incarnation != rank.core.identity.incarnation:
+                continue  # the life that acknowledged has died since, and nobody knows it yet
+            stepper = rank.core.stepper
+            began = stepper.wave > update.wave or stepper.epoch > update.epoch
+            halted = rank.core.mode is Mode.HALTED  # it has begun, and left since; its word is on the way
+            assert began or (stepper.wave == update.wave and (stepper.running or halted)), (
+                f"wave {update.wave} of {name} was published as running, but {rank.name} has not begun it"
+            )
+
+    def _note_start(self, coordinator: Coordinator, start: Start) -> None:
+        self._started.add((start.deployment, start.term, start.epoch, start.wave))
+        self._first_waves.setdefault((start.deployment, start.epoch), start.wave)
+        if start.deployment in coordinator.asked:
+            coordinator.asked.discard(start.deployment)
+            self._asked_for.add((start.deployment, start.epoch, start.wave))
+
+    def check_empty(self, rank: Rank, epoch: int, wave: int) -> None:
+        """Front-ends' wishes are the only cause of waves in which nothing runs, one each.
+
+        Not so the first of an epoch: a rank that was thrown out of a step knows not whether its work was done.
+        """
+        name = rank.spec.name
+        known = (name, epoch, wave) in self._asked_for or wave <= self._first_waves.get((name, epoch), wave)
+        self.seen["empty"] += 1
+        assert known, f"wave {wave} of {name} was empty, and no front-end had asked for it"
+
+    def check_forward(self, rank: Rank) -> None:
+        """Once it is said that a deployment is held, no model runs until it is resumed."""
+        update = self._published.get(rank.spec.name)
+        newest = self.ranks[rank.spec.name][rank.rank] is rank  # a zombie may end the step that it was stopped in
+        held = update is not None and update.phase is Phase.HELD and newest
+        assert not held, f"{rank.name} runs its model, and {rank.spec.name} is published as held"
+
+    def refused(self, rank: Rank) -> None:
+        """A process that is refused for good ends; only one whose place was taken may be."""
+        refusal = rank.core.refused
+        assert rank in self.former[rank.spec.name], (
+            f"{rank.name} is the newest life of its rank, and refused: {refusal}"
+        )
+        rank.crash()
+
+    def check_waves(self) -> None:
+        """A wave ends with the exchange after its last work; dense ranks have no waves."""
+        for spec in self.specs:
+            for rank in self.everybody(spec.name):
+                counters = rank.core.stepper.counters()
+                if spec.kind is Kind.DENSE:
+                    traces = counters.group_operations, counters.process_groups, counters.wave_messages, counters.waves
+                    assert not any(traces), f"{rank.name} is dense and has done {counters}"
+                else:
+                    late = counters.steps_after_last_work
+                    assert late <= 1 + self.seen["step failed"], f"{rank.name}: {late} exchanges after the last work"
+
+    def check_operations(self) -> None:
+        """The ranks of a group have done the same operations in the same order; some may not have come to the end."""
+        for name, group in self.groups.items():
+            longest = max(group.operations, key=len)
+            for operations in group.operations:
+                assert operations == longest[: len(operations)], f"two ranks of group {name} did different things"
+
+    def _count(self, deployment: str) -> None:
+        """No storm: what is sent in one virtual second is bounded by who there is and by the waves that begin."""
+        if self.now_ms // 1000 != self._second:
+            self._second = self.now_ms // 1000
+            self._sent.clear()
+            self._started.clear()
+        self._sent[deployment] += 1
+        peers = len(self.front_ends) + sum(rank.alive for rank in self.everybody(deployment)) if deployment else 99
+        waves = sum(each[0] == deployment for each in self._started)
+        allowed = peers * (QUIET_MESSAGES_MAX + WAVE_MESSAGES_MAX * waves)
+        self.busiest = max(self.busiest, self._sent[deployment] / allowed)
+        assert self._sent[deployment] <= allowed, f"{self._sent[deployment]} messages of {deployment} in one second"
+
+
+def _short(message: Message) -> str:
+    """One line of a message, without what everybody knows."""
+    known = {"t", "deployment", "incarnation", "settings", "attributes", "counters", "timing", "members", "at", "feed"}
+    facts = msgspec.to_builtins(message)
+    told = " ".join(f"{key}={value}" for key, value in facts.items() if key not in known)
+    at = facts.get("at")
+    where = f" at {at['mode']} {at.get('epoch', 0)}.{at.get('wave', 0)}.{at.get('step', 0)}" if at else ""
+    more = f" applied={at.get('applied', 0)}{' has work' if at.get('has_work') else ''}" if at else ""
+    return f"{type(message).__name__} {told}{where}{more}"
 
 
 def specs(moe: int = 4, dense: int = 2) -> tuple[DeploymentSpec, ...]:
@@ -461,17 +443,18 @@ def arrivals(world: World, requests: int, mean_gap_ms: float, steps: int = 8) ->
         at_ms += world.random.expovariate(1 / mean_gap_ms)
         if world.random.random() < 0.05:
             at_ms += 20 * mean_gap_ms
-        front_end = world.random.choice(world.front_ends)
+        deployment = world.random.choice(world.front_ends).core.deployment
         request = Request(number, world.random.randint(1, steps))
-        world.plan(round(at_ms), partial(front_end.send, request))
+        world.plan(round(at_ms), partial(world.send, request, deployment))
     return list(range(requests))
 
 
 def summary(world: World) -> dict[str, object]:
     """For a failing test's message."""
+    ranks = [rank for spec in world.specs for rank in world.ranks[spec.name].values()]
     return {
         "now_ms": world.now_ms,
         "fleet": repr(world.fleet),
-        "ranks": [msgspec.to_builtins(rank.core.at()) for ranks in world.ranks.values() for rank in ranks.values()],
+        "ranks": {rank.name: (msgspec.to_builtins(rank.core.at()), len(rank.queue)) for rank in ranks},
         "seen": dict(world.seen),
     }
