@@ -67,6 +67,8 @@ class Coordinator(Peer):
         self.fleet = Fleet(spec, self.clock_ms)
         self.asked: set[str] = set()
         """Deployments of which a front-end wants a wave that has not begun."""
+        self.commanded: set[tuple[str, int, int]] = set()
+        """Starts that were sent: to another rank, or once before."""
         self._asks: dict[str, int] = {}
         self.happens(self.tick)
 
@@ -351,6 +353,9 @@ class World:
     def _note_start(self, coordinator: Coordinator, start: Start) -> None:
         self._started.add((start.deployment, start.term, start.epoch, start.wave))
         self._first_waves.setdefault((start.deployment, start.epoch), start.wave)
+        if (start.deployment, start.term, start.seq) in coordinator.commanded:
+            return  # sent again: it answers what was asked before it only
+        coordinator.commanded.add((start.deployment, start.term, start.seq))
         if start.deployment in coordinator.asked:
             coordinator.asked.discard(start.deployment)
             self._asked_for.add((start.deployment, start.epoch, start.wave))
