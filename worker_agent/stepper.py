@@ -110,11 +110,12 @@ class Stepper:
         self._end_wave()
         return True
 
-    def alone(self, row: Row) -> None:
-        """A step of an independent rank: nothing is exchanged."""
+    def alone(self, row: Row) -> int:
+        """A step of an independent rank: nothing is exchanged. Returns its number, from 1."""
         # Work that was announced after this row was written is still work: the next wait must not sleep over it.
         self._arrived, self._row_work = False, row.holds_work or self._arrived
         self._steps += 1
+        return self._steps
 
     def leave(self) -> None:
         """The exchange of this epoch is over for us, in the middle of whatever was going on."""

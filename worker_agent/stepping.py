@@ -120,9 +120,8 @@ class Stepping:
     def _step_alone(self, row: Row) -> Plan:
         with self._driver.changed:
             self._raise_if_over()
-            self._core.stepper.alone(row)
+            step = self._core.stepper.alone(row)
             self._enter(Activity.STEPPING)
-            step = self._core.stepper.counters().steps
         plan = decide((row,), Position(Operation.STEP, 0, 0, step), self._settings)
         return IDLE_PLAN if plan.over else plan
 

@@ -14,6 +14,9 @@ import msgspec
 
 from ...proto.messages import HoldMode, HoldOrder, Phase
 
+AWAKE = (Phase.IDLE, Phase.STARTING, Phase.RUNNING)
+"""Phases in which a formed deployment serves: the ones that a hold leads out of and a resume leads back to."""
+
 
 class HoldWish(msgspec.Struct, frozen=True):
     """An operator wants the deployment held."""
@@ -69,7 +72,7 @@ def judge_hold(wish: HoldWish, operation: Operation | None, phase: Phase, waits_
         if wish.key and wish.key == operation.wish.key:
             return operation
         return Refusal("busy", f"hold operation {operation.number} is in progress ({phase}); resume it first")
-    if phase not in (Phase.IDLE, Phase.STARTING, Phase.RUNNING):
+    if phase not in AWAKE:
         return Refusal("not_formed", f"the deployment is {phase}: {waits_for}")
     return None
 

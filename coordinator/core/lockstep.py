@@ -29,7 +29,7 @@ from ...proto.messages import (
     cut,
 )
 from .events import Level
-from .holds import operation_of
+from .holds import AWAKE, operation_of
 from .members import NEVER_MS, MemberRecord, choose_exchange
 from .regrouping import Regrouping
 from .specs import DeploymentSpec, FleetSpec
@@ -43,8 +43,7 @@ and from registering, and some for the way."""
 ASKS_MAX = 256
 """Remembered front-ends that asked for a start; one of them would be enough, the others are shown."""
 
-_AWAKE = (Phase.IDLE, Phase.STARTING, Phase.RUNNING)
-_FORMED = (*_AWAKE, Phase.HOLDING, Phase.HELD, Phase.RESUMING)
+_FORMED = (*AWAKE, Phase.HOLDING, Phase.HELD, Phase.RESUMING)
 _FORMED_MODES = (Mode.IDLE, Mode.RUNNING, Mode.HELD)
 
 
@@ -314,7 +313,7 @@ class Lockstep(Regrouping):
 
     def ready(self, now_ms: int) -> bool:
         """Whether requests can be served: formed, not broken or held, and nobody keeps a running wave waiting."""
-        return self.phase in _AWAKE and not self._stalled(now_ms)
+        return self.phase in AWAKE and not self._stalled(now_ms)
 
     def _stalled(self, now_ms: int) -> list[MemberRecord]:
         if self.phase not in (Phase.STARTING, Phase.RUNNING, Phase.HOLDING):

@@ -11,13 +11,11 @@ import msgspec
 from ...proto.messages import HoldMode, Phase, RankState, Resume
 from .events import Wish
 from .holding import Holding
-from .holds import HoldWish, Operation, Refusal
+from .holds import AWAKE, HoldWish, Operation, Refusal
 from .members import NEVER_MS
 from .regroups import RecoverWish, Regroup, RegroupState, ScaleWish
 from .specs import DeploymentSpec, FleetSpec
 from .waiting import names
-
-_AWAKE = (Phase.IDLE, Phase.STARTING, Phase.RUNNING)
 
 
 class Regrouping(Holding):
@@ -53,7 +51,7 @@ class Regrouping(Holding):
             return Refusal("out_of_range", detail)
         if target == places:
             return Refusal("no_change", f"the group already is rank {names(list(places))}")
-        if self.phase not in _AWAKE:
+        if self.phase not in AWAKE:
             return Refusal("not_formed", f"the deployment is {self.phase}: {self.waits_for(now_ms)}")
         deadline_ms = now_ms + round(wish.deadline_s * 1000)
         return self._begin(target, places, RegroupState.PREPARING, now_ms, deadline_ms)
@@ -90,7 +88,7 @@ class Regrouping(Holding):
         missing = [rank for rank in regroup.target if self.members.get(rank) is None]
         if missing and now_ms >= regroup.deadline_ms:
             return self._end(RegroupState.ROLLED_BACK, f"rank {names(missing)} did not register in time")
-        if missing or self.phase not in _AWAKE:
+        if missing or self.phase not in AWAKE:
             return False
         self._operations += 1
         self.operation = Operation(self._operations, HoldWish(HoldMode.WAIT, f"regroup {regroup.number}"), now_ms)
@@ -114,7 +112,7 @@ class Regrouping(Holding):
         return self._end(RegroupState.ROLLED_BACK, f"rank {not_held} did not stop in time")
 
     def _committing(self, regroup: Regroup, now_ms: int) -> bool:
-        if self.phase in _AWAKE:
+        if self.phase in AWAKE:
             return self._end(RegroupState.DONE, f"epoch {self.epoch} is rank {names(list(regroup.target))}")
         if regroup.before == regroup.target:
             return False  # no way back: forming is tried again
