@@ -342,6 +342,8 @@ class Welcome(ToRank, frozen=True, kw_only=True):
     deployment stands.
     """
 
+    answers: Count
+    """Number of the `Register` that this answers: a late copy of an old one says where the rank stood then."""
     seq: Seq
     epoch: Epoch
     wave: Wave

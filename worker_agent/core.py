@@ -99,7 +99,7 @@ class RankCore(Voice):
                 self._load_dirty = self._load_dirty or load != self.load
                 self.load = load
             case Built():
-                self._built(event)
+                self._built(event, now_ms)
             case BuildFailed() if self._is_awaited(event.group):
                 self.build_failed = event.reason
                 self._send(FormFailed, reason=cut(event.reason))
@@ -231,6 +231,11 @@ class RankCore(Voice):
                 pass  # a pulse of our term: being heard was all
 
     def _welcome(self, message: Welcome, now_ms: int) -> None:
+        if message.answers < self._attempt or (self.registered and message.term > self.term):
+            self.dropped["late_welcome"] += 1  # it answers a copy of the past: where we stand now is not known there
+            if message.term > self.term:
+                self._register_again(now_ms)
+            return
         if message.term > self.term:
             self.term, self.applied = message.term, message.seq
             self._pending.clear()  # commands of an older term are void
@@ -246,7 +251,8 @@ class RankCore(Voice):
         self._out.append(Wake())
 
     def _refused(self, message: Refused, now_ms: int) -> None:
-        self.registered, self.refused = False, message
+        self._unregister()
+        self.refused = message
         if message.retry:
             self._schedule_register(now_ms)
         self._out += [Note(f"registration refused ({message.reason}): {message.detail}"), Wake()]
@@ -338,6 +344,11 @@ class RankCore(Voice):
             self._send(NeedWave)
 
     def _apply_form(self, form: Form) -> None:
+        ours = any(member.rank == self.identity.rank for member in form.members)
+        if ours and (form.epoch <= self.stepper.epoch or form.wave < self.stepper.wave):
+            self.dropped["stale_form"] += 1  # nothing goes back; our position, said at once, shows what is so
+            self._heartbeat_ms = 0
+            return
         if self.stepper.running and self.lost is None:
             self._lose(None, f"the group was formed anew as epoch {form.epoch}")
         self._out.append(Interrupt())
@@ -349,7 +360,7 @@ class RankCore(Voice):
             self._build_waits = True
 
     def _apply_fault(self, fault: Fault) -> None:
-        if fault.epoch < self.stepper.epoch or self.mode in (Mode.JOINING, Mode.HALTED):
+        if self.mode in (Mode.JOINING, Mode.HALTED):
             self._heartbeat_ms = 0  # nothing to leave, but the acknowledgement is waited for
         elif self.stepper.running:
             self._lose(fault.lost, fault.reason)
@@ -396,7 +407,7 @@ class RankCore(Voice):
         """Whether this is the group that is being built now. Its token says so: terms may form equal epochs."""
         return self.mode is Mode.FORMING and self._form is not None and self._form.group == group
 
-    def _built(self, event: Built) -> None:
+    def _built(self, event: Built, now_ms: int) -> None:
         if self._form is None or not self._is_awaited(event.group):
             self.dropped["late_build"] += 1  # the shell gives that exchange up
             return
@@ -404,5 +415,8 @@ class RankCore(Voice):
         self.stepper.process_groups += event.process_groups
         self.stepper.preflights += 1
         self._send(Formed, exchange=event.exchange)
+        if not self.registered:
+            self._attempt = self._number + 1  # registrations that are on the way do not name this group
+            self._register_ms = now_ms
         self._out += [Note(f"epoch {self.stepper.epoch} is formed over {event.exchange}"), Wake()]
         self._apply_pending()

@@ -61,6 +61,8 @@ class Voice:
         self.activity_since_ms = now_ms
         self._random = random
         self._number = 0
+        self._attempt = 1
+        """Number from which a registration says where this rank stands now; older ones are copies of the past."""
         self._register_ms = now_ms
         self._register_pause_ms = REGISTER_MS
         self._heartbeat_ms = now_ms
@@ -101,7 +103,12 @@ class Voice:
         if self.registered or self._register_ms > now_ms + REGISTER_MS:
             self._register_ms = now_ms
             self._register_pause_ms = REGISTER_MS
-        self.registered = False
+        self._unregister()
+
+    def _unregister(self) -> None:
+        if self.registered:
+            self.registered = False
+            self._attempt = self._number + 1
 
     def _on_time(self, now_ms: int) -> None:
         if self.closed:

@@ -54,6 +54,10 @@ class Commanded(Deployment):
         for record in self.members:
             self._send_from(record, max(record.sent_seq, record.applied) + 1, now_ms)
 
+    def _is_placed(self, record: MemberRecord) -> bool:
+        """Whether this rank has said in this term where it stands: its registration may be a copy of long ago."""
+        return record.at.term == self.term
+
     def _behind(self) -> list[int]:
         """Ranks that have not acknowledged the command that the present phase stands on."""
         return [record.rank for record in self.members.group() if record.applied < self._phase_seq]

@@ -252,6 +252,7 @@ class Deployment:
             rank=record.rank,
             incarnation=record.incarnation,
             term=self.term,
+            answers=record.register.number,
             seq=record.applied,
             epoch=self.epoch,
             wave=self.wave,

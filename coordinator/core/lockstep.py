@@ -144,22 +144,22 @@ class Lockstep(Regrouping):
 
     def _gathering(self, now_ms: int) -> bool:
         self._learn_places()
-        if self.members.full:
+        if self.members.full and all(map(self._is_placed, self.members.group())):
             return self._adopt(now_ms) or self._form(now_ms, "all ranks are registered")
-        orphans = [record for record in self.members.group() if record.at.mode in _FORMED_MODES]
-        if orphans and now_ms >= self._orphans_due_ms():
+        orphans = self._orphans()
+        missing = self.members.missing()
+        if missing and orphans and now_ms >= self._orphans_due_ms():
             waited_ms = now_ms - min(record.joined_ms for record in orphans)
             # A new term found a part of a group: those who are missing died while nobody watched.
             self.epoch = max(record.at.epoch for record in orphans)
             self.wave = max(self.wave, *(record.at.wave for record in orphans))
-            missing = self.members.missing()
             self._break(missing[0], f"rank {names(missing)} did not come back within {waited_ms} ms", now_ms)
             return True
         return False
 
     def _learn_places(self) -> None:
         """Which ranks made up the group before this coordinator began; a scaled group stays scaled."""
-        known = [record for record in self.members if record.register.group_ranks]
+        known = [record for record in self.members if record.register.group_ranks and self._is_placed(record)]
         if known:
             newest = max(known, key=lambda record: record.at.epoch)
             places = tuple(newest.register.group_ranks)
@@ -168,8 +168,12 @@ class Lockstep(Regrouping):
 
     def _orphans_due_ms(self) -> int:
         """Until when the rest of a group that was there before us may come back; never, while nobody of it has."""
-        joined = [record.joined_ms for record in self.members.group() if record.at.mode in _FORMED_MODES]
+        joined = [record.joined_ms for record in self._orphans()]
         return min(joined) + self.timing.dead_after_ms + RETURN_MS if joined else NEVER_MS
+
+    def _orphans(self) -> list[MemberRecord]:
+        """Ranks of a group that was there before us."""
+        return [r for r in self.members.group() if r.at.mode in _FORMED_MODES and self._is_placed(r)]
 
     def _adopt(self, now_ms: int) -> bool:
         """After a restart: all ranks are there and belong to one group, so nothing has to be formed."""
@@ -326,8 +330,11 @@ class Lockstep(Regrouping):
         if stuck := self._stalled(now_ms):
             return stall_text(self.wave, stuck, self.timing.stall_after_ms, now_ms)
         match self.phase:
-            case Phase.GATHERING:
+            case Phase.GATHERING if self.members.missing():
                 return f"waits for rank {names(self.members.missing())} to register, {since}"
+            case Phase.GATHERING:
+                unplaced = [record.rank for record in self.members.group() if not self._is_placed(record)]
+                return f"waits for rank {names(unplaced)} to say where it stands, {since}"
             case Phase.FORMING if self._form_failed:
                 return f"forms epoch {self.epoch} again soon: {self._form_failed}"
             case Phase.FORMING:

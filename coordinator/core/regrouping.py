@@ -85,7 +85,8 @@ class Regrouping(Holding):
                 return self._committing(regroup, now_ms)
 
     def _preparing(self, regroup: Regroup, now_ms: int) -> bool:
-        missing = [rank for rank in regroup.target if self.members.get(rank) is None]
+        records = {record.rank: record for record in self.members}
+        missing = [rank for rank in regroup.target if rank not in records or not self._is_placed(records[rank])]
         if missing and now_ms >= regroup.deadline_ms:
             return self._end(RegroupState.ROLLED_BACK, f"rank {names(missing)} did not register in time")
         if missing or self.phase not in AWAKE:

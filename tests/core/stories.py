@@ -142,6 +142,16 @@ class Stage:
         self.fleet.check()
         return effects
 
+    def join(self, *ranks: Puppet) -> list[Effect]:
+        """Let ranks register and then, welcomed in this term, say where they stand."""
+        effects: list[Effect] = []
+        for rank in ranks:
+            answer = self.tell(rank.registers())
+            for welcome in sent(answer, m.Welcome, rank.rank):
+                rank.move(term=welcome.term, applied=welcome.seq)
+            effects += answer + self.tell(rank.says(m.Heartbeat))
+        return effects
+
     def live(self, wait_ms: int, *ranks: Puppet) -> list[Effect]:
         """Let time pass in heartbeats of these ranks (all, if none is named)."""
         effects: list[Effect] = []
@@ -160,7 +170,7 @@ class Stage:
     def form(self, wave: int = 0) -> None:
         """Register all ranks and let them say that they have formed, at `wave`."""
         for rank in self.ranks:
-            self.tell(rank.move(wave=wave).registers())
+            self.join(rank.move(wave=wave))
         lockstep = self.deployment
         for rank in self.ranks:
             rank.move(mode=m.Mode.IDLE, term=self.fleet.term, epoch=lockstep.epoch, applied=lockstep.seq, wave=wave)

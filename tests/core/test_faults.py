@@ -188,7 +188,7 @@ def test_when_every_rank_is_gone_the_deployment_gathers_again_above_the_old_epoc
     assert stage.place == (Phase.GATHERING, 1, 0)
 
     lives = [Puppet(rank, stage.spec, life=1) for rank in range(2)]
-    forms = sent(stage.tell(*(rank.registers() for rank in lives)), m.Form)
+    forms = sent(stage.join(*lives), m.Form)
     assert {(form.epoch, form.wave) for form in forms} == {(2, 1)}
 
 
@@ -197,7 +197,7 @@ def test_a_new_coordinator_that_finds_a_part_of_a_group_gives_the_rest_up_after_
     stage = Stage(moe(3), term=2)
     for rank in stage.ranks[:2]:
         rank.register["group"] = "g"
-        stage.tell(rank.move(mode=Mode.RUNNING, wave=5, epoch=3, term=1).registers())
+        stage.join(rank.move(mode=Mode.RUNNING, wave=5, epoch=3, term=1))
     assert stage.is_in(Phase.GATHERING)
 
     stage.live(TIMING.dead_after_ms, *stage.ranks[:2])

@@ -49,8 +49,8 @@ class One:
 
     def welcomed(self, **fields: Any) -> "One":
         """Registered."""
-        fields = {"seq": 0, "epoch": 0, "wave": 0, "phase": m.Phase.GATHERING, "timing": TIMING, "boot": "b", **fields}
-        self.gets(m.Welcome, **fields)
+        place = {"seq": 0, "epoch": 0, "wave": 0, "phase": m.Phase.GATHERING}
+        self.gets(m.Welcome, **{"answers": self.core._number, "timing": TIMING, "boot": "b", **place, **fields})
         return self
 
     def formed(self, wave: int = 5) -> "One":
@@ -210,6 +210,59 @@ def test_a_higher_term_is_obeyed_after_a_new_registration_only(kind: type[m.ToRa
     assert one.core.at().applied == 0, "what was acknowledged in the old term counts for nothing in this one"
 
 
+@pytest.mark.parametrize("sent_before", [1, 2])
+def test_a_welcome_to_a_registration_of_the_past_is_answered_by_one_of_now(sent_before: int) -> None:
+    """A late copy of an old registration came to a new coordinator first: it must not be taken for the present."""
+    one = One().formed()  # its registration had number 1: joining, of no group
+    if sent_before == 2:
+        one.gets(m.RegisterAgain, term=2)  # the present one is on its way as well
+    one.welcomed(term=2, answers=1)
+    assert (one.core.term, one.core.registered) == (1, False)
+    one.now_ms += 300
+    (register,) = [e.message for e in one.core.handle(Tick(), one.now_ms) if isinstance(e, Send)]
+    assert isinstance(register, m.Register) and register.group == "g"
+
+    one.welcomed(term=2, answers=register.number)
+    assert (one.core.term, one.core.registered) == (2, True)
+
+
+def test_a_registered_rank_says_anew_where_it_stands_before_it_obeys_a_new_term() -> None:
+    """A coordinator of an old term may have commanded something since the registration that the new one has heard."""
+    one = One().formed()
+    effects = one.gets(m.RegisterAgain)
+    (register,) = [e.message for e in effects if isinstance(e, Send)]
+    one.welcomed(answers=register.number)
+    one.welcomed(term=2, answers=register.number)
+
+    assert (one.core.term, one.core.registered) == (1, False)
+
+
+def test_a_group_that_stands_while_nobody_leads_is_named_in_a_new_registration() -> None:
+    one = One().welcomed()
+    one.gets(m.Form, epoch=1, seq=1, group="g", exchange="shm", wave=5, members=MEMBERS)
+    (before,) = [e.message for e in one.gets(m.RegisterAgain, term=2) if isinstance(e, Send)]
+    effects = one.core.handle(Built("g", "shm", 0), one.now_ms)
+    assert isinstance(before, m.Register) and before.group == ""
+    one.welcomed(term=2, answers=before.number)
+
+    assert not one.core.registered
+    (register,) = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, m.Register)]
+    one.welcomed(term=2, answers=register.number)
+    assert one.core.registered and register.group == "g"
+
+
+@pytest.mark.parametrize("form", [{"epoch": 1, "wave": 5}, {"epoch": 0, "wave": 5}, {"epoch": 2, "wave": 4}])
+def test_a_group_that_would_take_this_rank_back_is_not_formed(form: dict[str, int]) -> None:
+    """Invariant 3, from the rank's side: epoch and wave never go back, whoever commands it."""
+    one = One().formed()
+    effects = one.gets(m.Form, seq=2, group="h", exchange="shm", members=MEMBERS, **form)
+
+    assert not any(isinstance(effect, Build | Interrupt) for effect in effects)
+    (beat,) = [e.message for e in effects if isinstance(e, Send)]
+    assert (beat.at.mode, beat.at.epoch, beat.at.wave, beat.at.applied) == (Mode.IDLE, 1, 5, 2)
+    assert one.core.dropped == {"stale_form": 1}
+
+
 def test_commands_of_an_old_term_that_were_kept_are_void_in_a_new_one() -> None:
     one = One().running()
     one.core.begin(DUMMY)
@@ -312,6 +365,14 @@ def test_a_fault_of_an_idle_rank_halts_it_at_once() -> None:
     one = One().formed()
     assert said(one.gets(m.Fault, epoch=1, seq=2, lost=1, reason="dead")) == [m.Halted]
     assert one.core.mode is Mode.HALTED
+
+
+def test_a_fault_of_an_epoch_below_ours_is_a_fault_all_the_same() -> None:
+    """A new coordinator that faults what it has found knows less than a rank which was told to form a last time."""
+    one = One().formed()
+    one.gets(m.RegisterAgain, term=2)
+    one.welcomed(term=2, seq=0)
+    assert said(one.gets(m.Fault, term=2, epoch=0, seq=1, lost=1, reason="did not come back")) == [m.Halted]
 
 
 def test_a_fault_that_meets_a_rank_outside_is_acknowledged() -> None:

@@ -36,7 +36,7 @@ def test_ranks_with_other_settings_are_refused_by_key_and_the_start_completes_wh
     spec = moe(4)
     stage = Stage(spec)
     r0, r1 = (Puppet(rank, spec, settings=SETTINGS) for rank in (0, 1))
-    stage.tell(r0.registers(), r1.registers())
+    stage.join(r0, r1)
 
     other_buckets = Puppet(2, spec, settings={**SETTINGS, "plan.graph_buckets": "1,8"})
     other_size = Puppet(3, spec, settings=SETTINGS, dp_size=8)
@@ -45,8 +45,7 @@ def test_ranks_with_other_settings_are_refused_by_key_and_the_start_completes_wh
     assert "rank 2 and 3" in stage.deployment.waits_for(stage.now_ms)
 
     stage.ranks = [r0, r1, *(Puppet(rank, spec, life=1, settings=SETTINGS) for rank in (2, 3))]
-    for rank in stage.ranks[2:]:
-        stage.tell(rank.registers())
+    stage.join(*stage.ranks[2:])
     for rank in stage.ranks:
         stage.tell(rank.move(mode=Mode.IDLE, term=1, epoch=1, applied=1).says(m.Formed, exchange="shm"))
     assert stage.place == (Phase.IDLE, 1, 0)
@@ -265,7 +264,7 @@ def test_the_exchange_is_chosen_by_the_coordinator_from_all_offers(
     stage = Stage(spec)
     for rank, (host, exchanges) in enumerate(zip(hosts, offers, strict=True)):
         puppet = Puppet(rank, spec, host=host, exchanges=exchanges, rendezvous=f"tcp://10.0.0.{rank}:1")
-        effects = stage.tell(puppet.registers())
+        effects = stage.join(puppet)
     forms, refusals = sent(effects, m.Form), sent(effects, m.Refused)
     if chosen is None:
         assert refusals[0].reason is m.RefusalReason.NO_COMMON_EXCHANGE and not forms
@@ -278,14 +277,14 @@ def test_the_exchange_is_chosen_by_the_coordinator_from_all_offers(
 def test_the_group_is_formed_when_all_dp_size_ranks_are_there_and_the_missing_ones_are_named_until_then() -> None:
     """Case B29 (a), vllm PR 21538: the expected count is ranks, and 2 of 4 says which."""
     stage = Stage(moe(4))
-    effects = stage.tell(stage.ranks[0].registers(), stage.ranks[2].registers())
+    effects = stage.join(stage.ranks[0], stage.ranks[2])
     effects += stage.live(5_000, stage.ranks[0], stage.ranks[2])
     assert not sent(effects, m.Form) and stage.is_in(Phase.GATHERING)
     assert stage.deployment.waits_for(stage.now_ms) == "waits for rank 1 and 3 to register, since 5.0 s"
     assert not stage.deployment.ready(stage.now_ms)
 
-    assert not sent(stage.tell(stage.ranks[1].registers()), m.Form)
-    forms = sent(stage.tell(stage.ranks[3].registers()), m.Form)
+    assert not sent(stage.join(stage.ranks[1]), m.Form)
+    forms = sent(stage.join(stage.ranks[3]), m.Form)
     assert [form.rank for form in forms] == [0, 1, 2, 3]
     assert len({form.group for form in forms}) == 1
 
@@ -293,7 +292,7 @@ def test_the_group_is_formed_when_all_dp_size_ranks_are_there_and_the_missing_on
 def test_a_group_is_ready_when_every_rank_says_that_its_exchange_stands() -> None:
     """Case B29: subscribed is not enough, answered is."""
     stage = Stage(moe(3))
-    stage.tell(*(rank.registers() for rank in stage.ranks))
+    stage.join(*stage.ranks)
     for rank in stage.ranks[:2]:
         stage.tell(rank.move(mode=Mode.IDLE, term=1, epoch=1, applied=1).says(m.Formed, exchange="shm"))
     stage.tell(stage.ranks[2].move(mode=Mode.FORMING, term=1, epoch=1, applied=1).says(m.Heartbeat))
@@ -306,7 +305,7 @@ def test_a_group_is_ready_when_every_rank_says_that_its_exchange_stands() -> Non
 
 def test_a_group_that_was_formed_in_another_term_is_not_the_one_that_is_waited_for() -> None:
     stage = Stage(moe(2), term=2)
-    stage.tell(*(rank.registers() for rank in stage.ranks))
+    stage.join(*stage.ranks)
     for rank in stage.ranks:
         stage.tell(rank.move(mode=Mode.IDLE, term=1, epoch=1, applied=1).says(m.Formed, exchange="shm"))
     assert stage.is_in(Phase.FORMING)
@@ -314,7 +313,7 @@ def test_a_group_that_was_formed_in_another_term_is_not_the_one_that_is_waited_f
 
 def test_an_exchange_that_cannot_be_built_is_tried_again_as_the_next_epoch_and_says_why() -> None:
     stage = Stage(moe(2))
-    stage.tell(*(rank.registers() for rank in stage.ranks))
+    stage.join(*stage.ranks)
     for rank in stage.ranks:
         rank.move(mode=Mode.FORMING, term=1, epoch=1, applied=1)
     stage.tell(stage.ranks[1].says(m.FormFailed, reason="no such device"))
@@ -326,7 +325,7 @@ def test_an_exchange_that_cannot_be_built_is_tried_again_as_the_next_epoch_and_s
 
 def test_ranks_that_do_not_form_in_time_are_named() -> None:
     stage = Stage(moe(2))
-    stage.tell(*(rank.registers() for rank in stage.ranks))
+    stage.join(*stage.ranks)
     stage.ranks[0].move(mode=Mode.IDLE, term=1, epoch=1, applied=1)
     stage.ranks[1].move(mode=Mode.FORMING, term=1, epoch=1, applied=1)
     stage.live(TIMING.form_timeout_ms)

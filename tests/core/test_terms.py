@@ -6,7 +6,7 @@ from wavekeeper.coordinator.core import Effect
 from wavekeeper.proto import messages as m
 from wavekeeper.proto.messages import Mode, Phase
 
-from .cluster import formed_cluster
+from .cluster import Cluster, formed_cluster
 from .stories import Stage, moe, sent
 
 
@@ -16,7 +16,7 @@ def returning(stage: Stage, places: list[tuple[Mode, int]], *, has_work: bool = 
     for rank, (mode, wave) in zip(stage.ranks, places, strict=True):
         rank.register["group"] = "g"
         rank.move(mode=mode, wave=wave, term=1, epoch=4, applied=9, has_work=has_work)
-        effects += stage.tell(rank.registers())
+        effects += stage.join(rank)
     return effects
 
 
@@ -79,9 +79,32 @@ def test_ranks_of_different_groups_are_formed_anew_above_every_epoch_and_wave_th
     for rank, epoch, wave in zip(stage.ranks, (4, 6), (9, 2), strict=True):
         rank.register["group"] = f"group-{epoch}"
         rank.move(mode=Mode.IDLE, term=1, epoch=epoch, wave=wave)
-        effects = stage.tell(rank.registers())
+        effects = stage.join(rank)
 
     assert {(form.epoch, form.wave) for form in sent(effects, m.Form)} == {(7, 9)}
+
+
+def test_a_copy_of_an_old_registration_that_comes_first_to_a_new_coordinator_forms_nothing() -> None:
+    """Found by seed 7017 of `make sim SEEDS=10000`: epoch 1 was formed again, under ranks that stood in epoch 2."""
+    cluster = Cluster(2)
+    copies = [link[0] for link in cluster.up]
+    cluster.settle()
+    cluster.request(0)
+    cluster.settle()
+    cluster.crash()
+    cluster.restart()
+    for rank, copy in enumerate(copies):
+        cluster.up[rank].append(copy)
+    cluster.hear(0)
+    cluster.hear(1)
+    assert cluster.is_in(Phase.GATHERING)
+    assert cluster.lockstep.waits_for(cluster.now_ms) == "waits for rank 0 and 1 to say where it stands, since 0.0 s"
+    cluster.pass_time(1_000)
+
+    assert cluster.is_in(Phase.IDLE)
+    assert cluster.waves() == [(Mode.IDLE, 1)] * 2
+    assert cluster.lockstep.epoch == 1
+    assert not [each for each in cluster.said if isinstance(each, m.Form) and each.term > 1]
 
 
 def test_a_coordinator_that_dies_in_a_wave_does_not_disturb_it() -> None:

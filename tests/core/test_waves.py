@@ -111,14 +111,14 @@ def test_a_request_that_comes_before_the_last_rank_has_registered_waits_and_is_s
 def test_a_start_that_is_asked_for_too_early_is_remembered_and_shown_as_waiting(formed: int) -> None:
     stage = Stage(moe(2))
     for rank in stage.ranks[: 1 + formed]:
-        stage.tell(rank.registers())
+        stage.join(rank)
 
     effects = stage.tell(stage.asks_for_start(0))
     assert not sent(effects, m.Start)
     assert list(stage.deployment.asks) == [f"front-end {FRONT_END}"]
 
     for rank in stage.ranks[1 + formed :]:
-        stage.tell(rank.registers())
+        stage.join(rank)
     for rank in stage.ranks:
         rank.move(mode=Mode.IDLE, term=1, epoch=1, applied=1)
         effects = stage.tell(rank.says(m.Formed, exchange="shm"))

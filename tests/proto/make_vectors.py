@@ -47,6 +47,7 @@ MESSAGES: dict[str, m.Message] = {
     "welcome": m.Welcome(
         **ME,
         term=7,
+        answers=40,
         seq=5,
         epoch=2,
         wave=11,

@@ -20,7 +20,7 @@ import msgspec
 from wavekeeper.coordinator.core import DeploymentSpec, Fleet, FleetSpec
 from wavekeeper.coordinator.core.lockstep import Lockstep
 from wavekeeper.coordinator.core.members import Members
-from wavekeeper.proto.messages import At, Form, FromRank, Kind, Message, Mode, Timing
+from wavekeeper.proto.messages import At, Form, FromRank, Kind, Message, Mode, Register, Timing, Welcome
 from wavekeeper.proto.rows import Position, Row
 from wavekeeper.worker_agent import events
 from wavekeeper.worker_agent.core import RankCore
@@ -187,7 +187,8 @@ _DECIDES_NOTHING: Mapping[type, frozenset[str]] = {
     ),
     RankCore: frozenset(
         "identity kind timing feed dropped heard_ms load activity activity_since_ms exchange build_failed lost "
-        "_random _number _out _heartbeat_ms _register_ms _register_pause_ms _load_dirty _load_sent_ms _pending".split()
+        "_random _number _attempt _out _heartbeat_ms _register_ms _register_pause_ms _load_dirty _load_sent_ms "
+        "_pending".split()
     ),
     Stepper: frozenset(
         "rank step process_groups preflights wave_messages _waves _empty_waves _steps _dummy_steps _group_operations "
@@ -210,7 +211,8 @@ def key(state: State) -> bytes:
         for link, queue in sorted(state.links.items())
         if queue
     ]
-    whole = ([keys[each] for each in sorted(keys)], links, _exchanges(state), _steps(state), state.budget)
+    parts = [keys[each] for each in sorted(keys)]
+    whole = (parts, links, _attempts(state), _exchanges(state), _steps(state), state.budget)
     return hashlib.blake2b(_encode(whole), digest_size=16).digest()
 
 
@@ -260,6 +262,18 @@ def _numbers(state: State, link: str, queue: tuple[Message, ...]) -> list[int]:
     numbers = [*heard, *(message.number for message in queue if isinstance(message, FromRank))]
     order = {number: place for place, number in enumerate(sorted(set(numbers)))}
     return [len(heard), *(order[number] for number in numbers)]
+
+
+def _attempts(state: State) -> list[object]:
+    """Which registrations, and which answers to one, are of each rank's present attempt to register."""
+    told: list[object] = []
+    for rank in state.ranks:
+        record = state.lockstep().members.get(rank.core.identity.rank)
+        asked = [m.number for m in state.links.get(f"r{rank.life}", ()) if isinstance(m, Register)]
+        answered = [m.answers for m in state.links.get(f"c{rank.life}", ()) if isinstance(m, Welcome)]
+        known = [record.register.number] if record is not None else []
+        told.append([[number >= rank.core._attempt for number in numbers] for numbers in (known, asked, answered)])
+    return told
 
 
 def _exchanges(state: State) -> list[object]:
