@@ -206,6 +206,8 @@ class HoldOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     """The operator's own name of it."""
     refuse: bool = False
     """Starts that are asked for meanwhile are turned away."""
+    regroup: bool = False
+    """Not an operator's own: the group stops because its ranks change. It ends with the coordinator that ordered it."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="t", tag=str.lower):
@@ -235,6 +237,8 @@ class Register(FromRank, frozen=True, kw_only=True):
     dp_size: Annotated[int, Meta(ge=1, le=DP_SIZE_MAX)]
     hold: HoldOrder | None = None
     """The hold that this rank is under."""
+    resumed: Count = 0
+    """Number of the last hold that this rank was commanded to end; if one rank was, all are."""
     group: str = ""
     """Token of the group that this rank's exchange belongs to; empty when it has none."""
     group_ranks: Annotated[list[Rank], Meta(max_length=DP_SIZE_MAX)] = []
@@ -352,6 +356,8 @@ class Welcome(ToRank, frozen=True, kw_only=True):
     boot: str
     """Random id of this life of the coordinator."""
     feed: str = ""
+    spare: bool = False
+    """The group of `epoch` was formed without you: whatever exchange you still are in is over."""
 
 
 class RefusalReason(StrEnum):

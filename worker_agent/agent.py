@@ -260,7 +260,7 @@ class RankAgent(Stepping):
                 self._raise_if_over()
                 self._raise_if_lost()
                 self._raise_if_left_alone()
-                if (hook := self._core.hook_due()) is not None:
+                if (hook := self._core.take_hook()) is not None:
                     return hook
                 if self._core.must_step:
                     self._enter(Activity.STEPPING)

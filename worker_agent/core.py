@@ -82,6 +82,8 @@ class RankCore(Voice):
         self._form: Form | None = None
         """The newest group that is to be built, or is being built."""
         self._build_waits = False
+        self._is_spare = False
+        """A group was formed without this rank."""
 
     # --- the control thread's door -----------------------------------------------------------------------------------
 
@@ -127,15 +129,27 @@ class RankCore(Voice):
             row = msgspec.structs.replace(row, hold_requested=True)
         return self.stepper.begin(row)
 
+    @property
     def hook_due(self) -> Hook | None:
-        """What must be called on the engine's thread before anything else: `hook_done` must follow."""
+        """What must be called on the engine's thread before anything else."""
         if self._hook is None and self.hold is not None and self.mode is Mode.IDLE:
             return Hook.DEVICE_IDLE
+        if self._hook is None and self._is_spare and self.stepper.has_work:
+            return Hook.SPARE
         return self._hook
 
+    def take_hook(self) -> Hook | None:
+        """`hook_due`, to be called now; `hook_done` must follow."""
+        hook = self.hook_due
+        if hook is Hook.SPARE:
+            self.stepper.forget_work()  # what comes from now on is told again
+        return hook
+
     def hook_done(self, hook: Hook) -> list[Effect]:
-        """The engine has been told; after DEVICE_IDLE this rank is held."""
-        if hook is Hook.DEVICE_IDLE:
+        """The engine has been told; after DEVICE_IDLE this rank is held, after SPARE it has no work."""
+        if hook is Hook.SPARE:
+            self._heartbeat_ms = 0
+        elif hook is Hook.DEVICE_IDLE:
             if self.hold is not None and self.mode is Mode.IDLE:
                 self.mode = Mode.HELD
                 self._say_held()
@@ -193,6 +207,8 @@ class RankCore(Voice):
                 return f"registration: {self.refused.detail}"
             return f"the coordinator to answer (silent for {silent_s:.1f} s)"
         match self.mode:
+            case Mode.JOINING if self._is_spare:
+                return "an operator to scale the deployment up: this rank is a spare"
             case Mode.JOINING | Mode.HALTED:
                 return "the other ranks of the deployment to register"
             case Mode.FORMING:
@@ -247,6 +263,8 @@ class RankCore(Voice):
         self.timing, self.feed = message.timing, message.feed
         self._register_pause_ms = REGISTER_MS
         self._heartbeat_ms = now_ms  # says at once where we stand in this term
+        if message.spare and not self._is_spare:
+            self._change_group(None, f"epoch {message.epoch} was formed without this rank")
         self._apply_pending()
         self._out.append(Wake())
 
@@ -286,7 +304,7 @@ class RankCore(Voice):
                 case Hold():
                     self._apply_hold(command)
                 case Resume():
-                    self._apply_resume()
+                    self._apply_resume(command)
                 case _:
                     self.dropped["unknown_command"] += 1
 
@@ -320,8 +338,9 @@ class RankCore(Voice):
             self._heartbeat_ms = 0
         self._out.append(Wake())
 
-    def _apply_resume(self) -> None:
+    def _apply_resume(self, resume: Resume) -> None:
         self._end_hold()
+        self.resumed = resume.operation
         if self.mode is Mode.HELD:
             self.mode = Mode.IDLE
         self._send(Resumed)
@@ -340,7 +359,8 @@ class RankCore(Voice):
         self._send(HeldAt, operation=self.hold.operation, wave=wave, step=step)
 
     def _ask_if_needed(self) -> None:
-        if self.mode is Mode.IDLE and self.hold is None and self.stepper.has_work:
+        """Also under a hold: the work waits for its end, and is shown to wait."""
+        if self.mode in (Mode.IDLE, Mode.HELD) and self.stepper.has_work:
             self._send(NeedWave)
 
     def _apply_form(self, form: Form) -> None:
@@ -349,8 +369,12 @@ class RankCore(Voice):
             self.dropped["stale_form"] += 1  # nothing goes back; our position, said at once, shows what is so
             self._heartbeat_ms = 0
             return
+        self._change_group(form if ours else None, f"the group was formed anew as epoch {form.epoch}")
+
+    def _change_group(self, form: Form | None, why: str) -> None:
+        """Out of the present group, whatever goes on in it; then into the next one, or, without one, to the spares."""
         if self.stepper.running and self.lost is None:
-            self._lose(None, f"the group was formed anew as epoch {form.epoch}")
+            self._lose(None, why)
         self._out.append(Interrupt())
         self._end_hold()  # if the operator's wish still stands, it comes again after this
         self._form, self.group, self.exchange, self.build_failed = form, "", "", ""
@@ -389,13 +413,15 @@ class RankCore(Voice):
             self._apply_pending()
 
     def _build(self) -> None:
+        """The engine is out of the old exchange."""
         form = self._form
-        assert form is not None
-        self.group_ranks = tuple(member.rank for member in form.members)
-        if self.identity.rank not in self.group_ranks:  # a spare: alive, and part of nothing
-            self._form, self.mode, self.group_ranks = None, Mode.JOINING, ()
+        self._is_spare = form is None
+        if form is None:  # alive, and part of nothing
+            self.mode, self.group_ranks = Mode.JOINING, ()
             self._heartbeat_ms = 0
+            self._out.append(Wake())
             return
+        self.group_ranks = tuple(member.rank for member in form.members)
         self.stepper.rank = self.group_rank
         self.mode = Mode.FORMING
         self.stepper.epoch, self.stepper.wave, self.stepper.step = form.epoch, form.wave, 0

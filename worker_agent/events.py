@@ -115,11 +115,12 @@ Effect = Send | Build | Interrupt | Wake | Note
 
 
 class Hook(StrEnum):
-    """What the engine's thread is called for in a hold; see `EngineHooks`."""
+    """What the engine's thread is called for; see `EngineHooks`."""
 
     HOLD = "hold"
     DEVICE_IDLE = "device_idle"
     RESUME = "resume"
+    SPARE = "spare"
 
 
 class LostRank(msgspec.Struct, frozen=True):

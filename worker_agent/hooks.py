@@ -1,4 +1,6 @@
-"""What an engine does around a hold. All three are called on the engine's own thread, from inside `RankAgent.wait`."""
+"""What an engine does when an operator holds or scales its deployment. All are called on the engine's own thread, from
+inside `RankAgent.wait`.
+"""
 
 from ..proto.messages import HoldMode, HoldOrder
 from .events import Hook
@@ -22,6 +24,13 @@ class EngineHooks:
     def resume(self) -> None:
         """The hold is over: admit requests again."""
 
+    def spare(self) -> None:
+        """The group goes on without this rank, which holds requests: give them back, nothing of them will run here.
+
+        Rare: a rank that leaves has finished its work, so these were sent to it before its senders knew. Called again
+        if more come. A later scaling may take the rank back in.
+        """
+
 
 def call_hook(hooks: EngineHooks, hook: Hook, hold: HoldOrder | None) -> None:
     """Call the one that is due; a hold that has been ended meanwhile is not told."""
@@ -33,3 +42,5 @@ def call_hook(hooks: EngineHooks, hook: Hook, hold: HoldOrder | None) -> None:
             hooks.device_idle()
         case Hook.RESUME:
             hooks.resume()
+        case Hook.SPARE:
+            hooks.spare()

@@ -53,12 +53,12 @@ class OfflineCore:
             self.mode = Mode.RUNNING
         return self.stepper.begin(row)
 
-    def hook_due(self) -> Hook | None:
+    def take_hook(self) -> Hook | None:
         """Nobody holds a run without a coordinator."""
         return None
 
     def hook_done(self, hook: Hook) -> list[Effect]:
-        """See `hook_due`."""
+        """See `take_hook`."""
         return []
 
     def begin_failure(self, row: Row) -> tuple[Row, Position]:

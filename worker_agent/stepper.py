@@ -59,6 +59,10 @@ class Stepper:
         """A request has been queued (call it after queueing, or the next row may miss it)."""
         self._arrived = True
 
+    def forget_work(self) -> None:
+        """What was announced and not run will not be run."""
+        self._arrived = self._row_work = False
+
     def begin_wave(self) -> None:
         """Enter the wave that `self.wave` numbers."""
         self.running, self.step = True, 0

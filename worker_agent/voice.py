@@ -50,6 +50,8 @@ class Voice:
         self.feed = ""
         self.hold: HoldOrder | None = None
         """The hold that this rank has applied and not yet been resumed from."""
+        self.resumed = 0
+        """Number of the last hold that this rank was commanded to end."""
         self.group = ""
         self.group_ranks: tuple[int, ...] = ()
         """Ranks of the group, in the order of their places."""
@@ -136,6 +138,7 @@ class Voice:
             group=self.group,
             group_ranks=list(self.group_ranks),
             hold=self.hold,
+            resumed=self.resumed,
             **self.identity.of_registration(),
         )
         self._load_dirty = True  # a new term has not heard it yet

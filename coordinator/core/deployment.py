@@ -260,7 +260,12 @@ class Deployment:
             timing=self.timing,
             boot=self._fleet.boot,
             feed=self._fleet.feed,
+            spare=self._is_left_out(record),
         )
+
+    def _is_left_out(self, record: MemberRecord) -> bool:
+        """Whether there is a group, and this rank is no part of it."""
+        return False
 
     def _is_impossible(self, at: At) -> bool:
         """Acknowledges what was never commanded, or stands where the next place could not be told any more."""

@@ -10,7 +10,7 @@ import msgspec
 from ...proto.messages import Hold, Mode, Phase, Resume
 from .commanded import Commanded
 from .events import Wish
-from .holds import HoldWish, Operation, Refusal, ResumeWish, judge_hold, judge_resume, order_of
+from .holds import HoldWish, Operation, Refusal, ResumeWish, judge_hold, judge_resume, operation_of, order_of
 from .regroups import Regroup
 from .specs import DeploymentSpec, FleetSpec
 
@@ -52,21 +52,43 @@ class Holding(Commanded):
         judged = judge_hold(wish, self.operation, self.phase, self.waits_for(now_ms))
         if judged is not None:
             return judged
-        self._operations += 1
-        operation = self.operation = Operation(self._operations, wish, now_ms)
-        self._hold(now_ms)
-        return operation
+        return self._begin_hold(wish, now_ms)
 
     def _wished_resume(self, wish: ResumeWish, now_ms: int) -> Operation | Refusal:
         operation, refusal = self.operation, judge_resume(wish, self.operation, self.phase)
         if refusal is not None or operation is None:
             return refusal or Refusal("not_held", "no hold is in force")
         if self.phase in (Phase.HOLDING, Phase.HELD):
-            self._append(self._command(Resume, operation=operation.number), now_ms)
-            self._enter(Phase.RESUMING, now_ms, f"hold operation {operation.number} ends")
+            self._resume(now_ms, "an operator resumes")
+        elif self.phase is Phase.GATHERING:
+            self.operation = msgspec.structs.replace(operation, over=True)
         elif self.phase is not Phase.RESUMING:  # faulted or forming: nothing to undo, but nothing will be held any more
             self.operation = None
         return operation
+
+    def _learn_hold(self, now_ms: int) -> None:
+        """A hold outlives the coordinator that was asked for it: its ranks know it."""
+        known = [record.register for record in self.members.group() if self._is_placed(record)]
+        orders = [register.hold for register in known if register.hold is not None]
+        newest = max(orders, key=lambda order: order.operation, default=None)
+        if newest is not None and (self.operation is None or newest.operation > self.operation.number):
+            self.operation = operation_of(newest, now_ms)
+        resumed = max((register.resumed for register in known), default=0)
+        if self.operation is not None and resumed >= self.operation.number:
+            self.operation = msgspec.structs.replace(self.operation, over=True)
+        self._operations = max(self._operations, resumed, newest.operation if newest is not None else 0)
+
+    def _begin_hold(self, wish: HoldWish, now_ms: int, regroup: bool = False) -> Operation:
+        self._operations += 1
+        operation = self.operation = Operation(self._operations, wish, now_ms, regroup)
+        self._hold(now_ms)
+        return operation
+
+    def _resume(self, now_ms: int, why: str) -> None:
+        operation = self.operation
+        assert operation is not None
+        self._append(self._command(Resume, operation=operation.number), now_ms)
+        self._enter(Phase.RESUMING, now_ms, f"hold operation {operation.number} ends: {why}")
 
     def _hold(self, now_ms: int) -> bool:
         operation = self.operation

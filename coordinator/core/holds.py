@@ -43,6 +43,10 @@ class Operation(msgspec.Struct, frozen=True):
     number: int
     wish: HoldWish
     since_ms: int
+    regroup: bool = False
+    """Made by a change of ranks, not by an operator."""
+    over: bool = False
+    """Found at the start of a term, and nobody wants it any more: ranks that are still under it must be told so."""
     refused: int = 0
     """Starts that were refused because of it."""
 
@@ -50,12 +54,13 @@ class Operation(msgspec.Struct, frozen=True):
 def order_of(operation: Operation) -> HoldOrder:
     """As ranks are told it."""
     wish = operation.wish
-    return HoldOrder(operation.number, wish.mode, wish.key, wish.refuse)
+    return HoldOrder(operation.number, wish.mode, wish.key, wish.refuse, operation.regroup)
 
 
 def operation_of(order: HoldOrder, now_ms: int) -> Operation:
-    """As ranks remember it, when a coordinator finds it at its start."""
-    return Operation(order.operation, HoldWish(order.hold_mode, order.key, order.refuse), now_ms)
+    """As ranks remember it, when a coordinator finds it at its start: a change of ranks has ended with the last one."""
+    wish = HoldWish(order.hold_mode, order.key, order.refuse)
+    return Operation(order.operation, wish, now_ms, order.regroup, over=order.regroup)
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -68,7 +73,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 def judge_hold(wish: HoldWish, operation: Operation | None, phase: Phase, waits_for: str) -> Operation | Refusal | None:
     """The operation that this wish already is, or why there can be none now; None: it may begin."""
-    if operation is not None:
+    if operation is not None and not operation.over:
         if wish.key and wish.key == operation.wish.key:
             return operation
         return Refusal("busy", f"hold operation {operation.number} is in progress ({phase}); resume it first")

@@ -29,7 +29,7 @@ from ...proto.messages import (
     cut,
 )
 from .events import Level
-from .holds import AWAKE, operation_of
+from .holds import AWAKE
 from .members import NEVER_MS, MemberRecord, choose_exchange
 from .regrouping import Regrouping
 from .specs import DeploymentSpec, FleetSpec
@@ -144,11 +144,11 @@ class Lockstep(Regrouping):
 
     def _gathering(self, now_ms: int) -> bool:
         self._learn_places()
+        self._learn_hold(now_ms)
         if self.members.full and all(map(self._is_placed, self.members.group())):
             return self._adopt(now_ms) or self._form(now_ms, "all ranks are registered")
-        orphans = self._orphans()
-        missing = self.members.missing()
-        if missing and orphans and now_ms >= self._orphans_due_ms():
+        if now_ms >= self._orphans_due_ms():
+            orphans, missing = self._orphans(), self.members.missing()
             waited_ms = now_ms - min(record.joined_ms for record in orphans)
             # A new term found a part of a group: those who are missing died while nobody watched.
             self.epoch = max(record.at.epoch for record in orphans)
@@ -167,8 +167,8 @@ class Lockstep(Regrouping):
                 self.members.move(places)
 
     def _orphans_due_ms(self) -> int:
-        """Until when the rest of a group that was there before us may come back; never, while nobody of it has."""
-        joined = [record.joined_ms for record in self._orphans()]
+        """Until when the rest of a group that was there before us may come back, if some of it has and some has not."""
+        joined = [record.joined_ms for record in self._orphans()] if self.members.missing() else []
         return min(joined) + self.timing.dead_after_ms + RETURN_MS if joined else NEVER_MS
 
     def _orphans(self) -> list[MemberRecord]:
@@ -190,11 +190,9 @@ class Lockstep(Regrouping):
         self._enter(Phase.IDLE, now_ms, f"adopted epoch {self.epoch} at wave {self.wave}")
         if any(at.mode is Mode.RUNNING and at.wave == self.wave for at in places):
             self._start("a wave was running when this coordinator began", now_ms)
-        orders = [record.register.hold for record in members if record.register.hold is not None]
-        if orders:
-            newest = max(orders, key=lambda order: order.operation)
-            self._operations = newest.operation
-            self.operation = operation_of(newest, now_ms)
+        if self.operation is not None and self.operation.over:
+            self._resume(now_ms, "nobody wants it any more")
+        elif self.operation is not None:
             self._hold(now_ms)
         return True
 
@@ -202,6 +200,8 @@ class Lockstep(Regrouping):
         self.epoch = 1 + max([self.epoch, *(record.at.epoch for record in self.members)])
         self.wave = max([self.wave + self._wave_broken, *(record.at.wave for record in self.members)])
         self._wave_broken = False
+        if self.operation is not None and self.operation.over:
+            self.operation = None  # no rank of a new group is held
         self.group = f"{self._fleet.boot[:8]}-{self.term}-{self.epoch}"
         self.exchange, self.exchange_reason = choose_exchange(self.spec, [r.register for r in self.members.group()])
         self._form_failed, self._retry_form_ms = "", 0
@@ -278,6 +278,8 @@ class Lockstep(Regrouping):
         """The group of this epoch is over. Tell those who are left, unless they know."""
         if self.phase is Phase.FAULTED:
             return
+        if self.phase is Phase.RESUMING:
+            self.operation = None  # it has been resumed: the next group is not held
         self.fault = reason = cut(reason)
         running = any(record.at.mode is Mode.RUNNING for record in self.members.group())
         self._wave_broken = running or self.phase in (Phase.STARTING, Phase.RUNNING)
@@ -354,11 +356,10 @@ class Lockstep(Regrouping):
             case Phase.FAULTED if self._behind():
                 return f"faulted ({self.fault}); waits for rank {names(self._behind())} to hear of it, {since}"
             case Phase.FAULTED:
-                return (
-                    f"faulted ({self.fault}); waits for rank {names(self._still_inside())} to leave its step, {since}"
-                )
+                inside = names(self._still_inside())
+                return f"faulted ({self.fault}); waits for rank {inside} to leave the broken step, {since}"
             case _:
-                return ""
+                return self._regroup_waits_for(now_ms)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of this deployment is broken."""

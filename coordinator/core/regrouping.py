@@ -1,18 +1,18 @@
 """The part of a lockstep deployment's life that changes its ranks: prepare -> everybody stops -> commit, or back. The
 base of `Lockstep`.
 
-The law of this file: the old group serves until all ranks of the new one are registered; it is then held like by an
-operator, so nobody is in a step when the new group is formed; and if the new one does not form in time, the old one
-is formed again. Never is a missing rank taken for a wish to shrink.
+The law of this file: the old group serves until all ranks of the new one are registered and those who leave have
+finished their work; it is then held like by an operator, so nobody is in a step when the new group is formed; and if
+the new one does not form in time, the old one is formed again. Never is a missing rank taken for a wish to shrink.
 """
 
 import msgspec
 
-from ...proto.messages import HoldMode, Phase, RankState, Resume
-from .events import Wish
+from ...proto.messages import HoldMode, Phase, RankState
+from .events import Level, Wish
 from .holding import Holding
 from .holds import AWAKE, HoldWish, Operation, Refusal
-from .members import NEVER_MS
+from .members import NEVER_MS, MemberRecord
 from .regroups import RecoverWish, Regroup, RegroupState, ScaleWish
 from .specs import DeploymentSpec, FleetSpec
 from .waiting import names
@@ -34,16 +34,14 @@ class Regrouping(Holding):
             case RecoverWish():
                 return self._wished_shrink(now_ms)
             case HoldWish() if self.regroup is not None and self.regroup.in_progress:
-                return Refusal("busy", f"regroup {self.regroup.number} is in progress ({self.regroup.state})")
+                return self._busy(self.regroup)
             case _:
                 return super()._wished(wish, now_ms)
 
     def _wished_scale(self, wish: ScaleWish, now_ms: int) -> Regroup | Refusal:
         target, places = tuple(range(wish.to)), self.members.places
         if self.regroup is not None and self.regroup.in_progress:
-            if self.regroup.target == target:
-                return self.regroup
-            return Refusal("busy", f"regroup {self.regroup.number} is in progress ({self.regroup.state})")
+            return self.regroup if self.regroup.target == target else self._busy(self.regroup)
         if self.operation is not None:
             return Refusal("busy", f"hold operation {self.operation.number} is in force; resume it first")
         if wish.to > self.spec.dp_size:
@@ -56,10 +54,16 @@ class Regrouping(Holding):
         deadline_ms = now_ms + round(wish.deadline_s * 1000)
         return self._begin(target, places, RegroupState.PREPARING, now_ms, deadline_ms)
 
+    def _busy(self, regroup: Regroup) -> Refusal:
+        return Refusal("busy", f"regroup {regroup.number} is in progress ({regroup.state})")
+
     def _wished_shrink(self, now_ms: int) -> Regroup | Refusal:
-        left = tuple(record.rank for record in self.members.group())
-        if self.phase is not Phase.FAULTED or not self.members.missing() or not left:
-            detail = f"only a faulted deployment that misses some of its ranks can be shrunk; this one is {self.phase}"
+        left, missing = tuple(record.rank for record in self.members.group()), self.members.missing()
+        if self.phase is not Phase.FAULTED or not missing or not left:
+            detail = (
+                "only a faulted deployment that misses some of its ranks can be shrunk; "
+                f"this one is {self.phase}, and misses {'rank ' + names(missing) if missing else 'none'}"
+            )
             return Refusal("not_faulted", detail)
         self.members.move(left)
         return self._begin(left, left, RegroupState.FORMING, now_ms, NEVER_MS)
@@ -67,8 +71,11 @@ class Regrouping(Holding):
     def _begin(
         self, target: tuple[int, ...], before: tuple[int, ...], state: RegroupState, now_ms: int, deadline_ms: int
     ) -> Regroup:
+        if self.regroup is not None and self.regroup.in_progress:
+            self._move_on(RegroupState.ROLLED_BACK, f"the group was changed to rank {names(list(target))} instead")
         number = self.regroup.number + 1 if self.regroup is not None else 1
         self.regroup = Regroup(number, target, before, now_ms, deadline_ms, state)
+        self._note(Level.INFO, f"regroup {number} to rank {names(list(target))} is {state}")
         return self.regroup
 
     def _regrouping(self, now_ms: int) -> bool:
@@ -79,65 +86,104 @@ class Regrouping(Holding):
         match regroup.state:
             case RegroupState.PREPARING:
                 return self._preparing(regroup, now_ms)
+            case RegroupState.DRAINING:
+                return self._draining(regroup, now_ms)
             case RegroupState.STOPPING:
                 return self._stopping(regroup, now_ms)
             case _:
                 return self._committing(regroup, now_ms)
 
     def _preparing(self, regroup: Regroup, now_ms: int) -> bool:
-        records = {record.rank: record for record in self.members}
-        missing = [rank for rank in regroup.target if rank not in records or not self._is_placed(records[rank])]
+        missing = self._not_prepared(regroup)
         if missing and now_ms >= regroup.deadline_ms:
-            return self._end(RegroupState.ROLLED_BACK, f"rank {names(missing)} did not register in time")
+            return self._move_on(RegroupState.ROLLED_BACK, f"rank {names(missing)} did not register in time")
         if missing or self.phase not in AWAKE:
             return False
-        self._operations += 1
-        self.operation = Operation(self._operations, HoldWish(HoldMode.WAIT, f"regroup {regroup.number}"), now_ms)
-        self.regroup = msgspec.structs.replace(regroup, state=RegroupState.STOPPING)
-        return self._hold(now_ms)
+        return self._move_on(RegroupState.DRAINING)  # from now on nobody sends to those who leave
+
+    def _draining(self, regroup: Regroup, now_ms: int) -> bool:
+        late = self._not_drained(regroup)
+        if now_ms >= regroup.deadline_ms:
+            reason = f"rank {names(late)} still had work at the deadline"
+            return self._move_on(RegroupState.ROLLED_BACK, reason if late else f"it was {self.phase} at the deadline")
+        if late or self.phase not in AWAKE:
+            return False
+        self._begin_hold(HoldWish(HoldMode.WAIT, f"regroup {regroup.number}"), now_ms, regroup=True)
+        return self._move_on(RegroupState.STOPPING)
 
     def _stopping(self, regroup: Regroup, now_ms: int) -> bool:
+        if self.phase is Phase.HELD and (late := self._not_drained(regroup)):  # sent to it before that was known
+            self._resume(now_ms, f"rank {names(late)} has got more work, and will be a spare")
+            return self._move_on(RegroupState.DRAINING)
         if self.phase is Phase.HELD:
             self.operation = None
             self.members.move(regroup.target)
-            self.regroup = msgspec.structs.replace(regroup, state=RegroupState.FORMING)
+            self._move_on(RegroupState.FORMING)
             return self._form(now_ms, f"from rank {names(list(regroup.before))} to rank {names(list(regroup.target))}")
         if self.phase is not Phase.HOLDING:  # a fault, or an operator's resume
             self.operation = self.operation if self.phase is Phase.RESUMING else None
-            return self._end(RegroupState.ROLLED_BACK, f"it was {self.phase} before everybody had stopped")
-        if now_ms < regroup.deadline_ms or self.operation is None:
+            return self._move_on(RegroupState.ROLLED_BACK, f"it was {self.phase} before everybody had stopped")
+        if now_ms < regroup.deadline_ms:
             return False
         not_held = names(self._not_held())
-        self._append(self._command(Resume, operation=self.operation.number), now_ms)
-        self._enter(Phase.RESUMING, now_ms, f"regroup {regroup.number} is rolled back")
-        return self._end(RegroupState.ROLLED_BACK, f"rank {not_held} did not stop in time")
+        self._resume(now_ms, f"regroup {regroup.number} is rolled back")
+        return self._move_on(RegroupState.ROLLED_BACK, f"rank {not_held} did not stop in time")
 
     def _committing(self, regroup: Regroup, now_ms: int) -> bool:
         if self.phase in AWAKE:
-            return self._end(RegroupState.DONE, f"epoch {self.epoch} is rank {names(list(regroup.target))}")
+            return self._move_on(RegroupState.DONE, f"epoch {self.epoch} is rank {names(list(regroup.target))}")
         if regroup.before == regroup.target:
             return False  # no way back: forming is tried again
         late = self.phase is Phase.FORMING and now_ms >= regroup.deadline_ms
         if not late and not self._form_failed and self.phase is not Phase.FAULTED:
             return False
-        reason = self._form_failed or self.waits_for(now_ms)
+        reason = self._form_failed or f"the new group {self.waits_for(now_ms)}"
         self.members.move(regroup.before)
-        self._end(RegroupState.ROLLED_BACK, reason)
+        self._move_on(RegroupState.ROLLED_BACK, reason)
         if self.phase is Phase.FORMING and self.members.full:
             self._form(now_ms, f"rolled back ({reason})")
         elif self.phase is Phase.FORMING:
             self._break(self.members.missing()[0], reason, now_ms)
         return True
 
-    def _end(self, state: RegroupState, detail: str) -> bool:
+    def _move_on(self, state: RegroupState, detail: str = "") -> bool:
         assert self.regroup is not None
+        self.members.version += 1  # published at once: who is routed to may have changed
         self.regroup = msgspec.structs.replace(self.regroup, state=state, detail=detail)
+        level = Level.WARNING if state is RegroupState.ROLLED_BACK else Level.INFO
+        self._note(level, f"regroup {self.regroup.number} is {state}{': ' if detail else ''}{detail}")
         return True
+
+    def _not_prepared(self, regroup: Regroup) -> list[int]:
+        """Ranks of the new group that are not there yet."""
+        placed = {record.rank for record in self.members if self._is_placed(record)}
+        return [rank for rank in regroup.target if rank not in placed]
+
+    def _not_drained(self, regroup: Regroup) -> list[int]:
+        """Ranks that will be spares, and hold work."""
+        return [record.rank for record in self.members if record.rank in regroup.leaving and record.at.has_work]
+
+    def _regroup_waits_for(self, now_ms: int) -> str:
+        """What a change of ranks waits for while the old group serves."""
+        regroup = self.regroup
+        if regroup is None or regroup.state not in (RegroupState.PREPARING, RegroupState.DRAINING):
+            return ""
+        missing, late = self._not_prepared(regroup), self._not_drained(regroup)
+        what = f"{names(missing)} to register" if missing else f"{names(late)} to finish all work"
+        return f"regroup {regroup.number} waits for rank {what}, since {(now_ms - regroup.since_ms) / 1000:.1f} s"
 
     def _form(self, now_ms: int, why: str) -> bool:
         """Form the group of the present places; `Lockstep` says how."""
         raise NotImplementedError
 
+    def _is_left_out(self, record: MemberRecord) -> bool:
+        grouped = self.phase not in (Phase.GATHERING, Phase.FAULTED)
+        return grouped and record.rank not in self.members.places
+
     def _rank_state(self, rank: int, now_ms: int) -> RankState:
-        """A spare is not routed to."""
-        return super()._rank_state(rank, now_ms) if rank in self.members.places else RankState(rank=rank)
+        """A spare is not routed to, nor is a rank that will be one."""
+        regroup = self.regroup
+        draining = regroup is not None and regroup.state in (RegroupState.DRAINING, RegroupState.STOPPING)
+        if rank not in self.members.places or (draining and regroup is not None and rank in regroup.leaving):
+            return RankState(rank=rank)
+        return super()._rank_state(rank, now_ms)

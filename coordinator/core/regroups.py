@@ -1,7 +1,8 @@
 """Regroups: an operator changes which ranks make up a lockstep deployment. What may be asked for, and how it stands.
 
-    scale --to N     the first N places, up to the configured dp_size; prepared while the old group serves, then held,
-    then formed anew recover --shrink those who are left after a fault
+    scale --to N      the first N places, up to the configured dp_size; prepared while the old group serves, then held,
+                      then formed anew
+    recover --shrink  those who are left after a fault
 
 An operation has a deadline and ends as `done` or as `rolled_back` with the reason, which names who did not come or
 did not answer.
@@ -33,6 +34,7 @@ class RegroupState(StrEnum):
     """How far an operation is."""
 
     PREPARING = "preparing"  # waits for ranks to register; the old group serves
+    DRAINING = "draining"  # those who leave get no more requests, and finish what they have; the old group serves
     STOPPING = "stopping"  # the running wave ends, every rank is held
     FORMING = "forming"
     DONE = "done"
@@ -50,6 +52,11 @@ class Regroup(msgspec.Struct, frozen=True):
     deadline_ms: int
     state: RegroupState
     detail: str = ""
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        """Ranks that will be spares."""
+        return frozenset(self.before).difference(self.target)
 
     @property
     def in_progress(self) -> bool:

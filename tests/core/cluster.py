@@ -43,6 +43,7 @@ class Engine:
         self.operations: list[str] = []
         self.starts = 0
         self.hooks: list[rank_events.Hook] = []
+        self.given_back = 0
         self.device_idle = True
         """Whether the device comes to rest when it is asked to."""
 
@@ -174,10 +175,12 @@ class Cluster:
 
     def _call_hooks(self, engine: Engine) -> None:
         """What the engine's wait() does first."""
-        while (hook := engine.core.hook_due()) is not None and engine.posted is None:
+        while (hook := engine.core.take_hook()) is not None and engine.posted is None:
             if hook is rank_events.Hook.DEVICE_IDLE and not engine.device_idle:
                 return
             engine.hooks.append(hook)
+            if hook is rank_events.Hook.SPARE:
+                engine.given_back, engine.work = engine.work, 0
             self.perform(engine, engine.core.hook_done(hook))
 
     def read(self, rank: int) -> bool:

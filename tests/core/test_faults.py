@@ -51,7 +51,7 @@ def test_the_next_group_waits_for_the_replacement_and_for_every_survivor_to_leav
     assert not sent(effects, m.Form)
     assert "waits for rank 3 to hear of it" in stage.deployment.waits_for(stage.now_ms)
     stage.tell(stage.ranks[3].move(applied=3).says(m.Heartbeat))
-    assert "waits for rank 3 to leave its step" in stage.deployment.waits_for(stage.now_ms)
+    assert "waits for rank 3 to leave the broken step" in stage.deployment.waits_for(stage.now_ms)
 
     effects = stage.tell(stage.ranks[3].move(mode=Mode.HALTED, applied=3).says(m.Halted, reason="fault", lost=2))
     assert {(form.epoch, form.wave) for form in sent(effects, m.Form)} == {(2, 1)}

@@ -367,6 +367,21 @@ def test_a_fault_of_an_idle_rank_halts_it_at_once() -> None:
     assert one.core.mode is Mode.HALTED
 
 
+def test_a_rank_that_comes_back_to_a_group_without_it_leaves_its_step_and_is_a_spare() -> None:
+    """Found by seed 1179 of the simulator: cut off while an operator went on without it, it waited for ever."""
+    one = One().running()
+    one.core.begin(DUMMY)
+    one.gets(m.RegisterAgain)
+    effects = one.welcomed(seq=7, epoch=2, phase=m.Phase.IDLE, spare=True).core._flush()
+    assert one.core.mode is Mode.RUNNING and not effects, "the engine is still in its step"
+
+    lost, effects = one.core.leave_for_fault()
+    assert lost is not None and lost.reason == "epoch 2 was formed without this rank"
+    assert said(effects) == [m.Halted]
+    assert (one.core.mode, one.core.group, one.core.group_ranks) == (Mode.JOINING, "", ())
+    assert one.core.at().applied == 7
+
+
 def test_a_fault_of_an_epoch_below_ours_is_a_fault_all_the_same() -> None:
     """A new coordinator that faults what it has found knows less than a rank which was told to form a last time."""
     one = One().formed()

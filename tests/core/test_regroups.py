@@ -55,6 +55,49 @@ def test_scaling_down_lets_the_wave_end_and_leaves_the_others_as_spares() -> Non
     assert cluster.engines[2].core.stepper.counters().steps == cluster.engines[3].core.stepper.counters().steps
 
 
+def test_those_who_leave_get_no_more_requests_while_they_finish_what_they_have() -> None:
+    cluster = formed_cluster(3)
+    cluster.request(2, steps=5)
+    cluster.flow()
+    wishes(cluster, ScaleWish(2))
+    cluster.flow()
+
+    assert state(cluster)[0] is RegroupState.DRAINING and up(cluster) == [0, 1]
+    assert cluster.is_in(Phase.RUNNING), "the old group serves"
+    waits = "regroup 1 waits for rank 2 to finish all work, since 0.0 s"
+    assert cluster.lockstep.waits_for(cluster.now_ms) == waits
+    assert cluster.lockstep.ready(cluster.now_ms)
+    cluster.settle()
+    assert cluster.engines[2].done == 5 and state(cluster)[0] is RegroupState.DONE
+
+
+def test_a_rank_that_does_not_finish_in_time_is_named_and_is_sent_to_again() -> None:
+    cluster = formed_cluster(3)
+    cluster.request(2, steps=10_000)
+    cluster.flow()
+    wishes(cluster, ScaleWish(2, deadline_s=1.0))
+    cluster.flow()
+    cluster.now_ms += 1_000
+    cluster.coordinator_ticks()
+
+    assert state(cluster) == (RegroupState.ROLLED_BACK, "rank 2 still had work at the deadline")
+    assert up(cluster) == [0, 1, 2] and cluster.is_in(Phase.RUNNING)
+
+
+def test_a_request_that_comes_to_a_spare_is_given_back_and_every_further_one_too() -> None:
+    cluster = formed_cluster(2)
+    wishes(cluster, ScaleWish(1))
+    cluster.settle()
+    for steps in (3, 4):
+        cluster.request(1, steps)
+        cluster.settle()
+        assert (cluster.engines[1].given_back, cluster.engines[1].work) == (steps, 0)
+    cluster.pass_time(200)
+
+    assert cluster.engines[1].done == 0 and not cluster.engines[1].core.at().has_work
+    assert cluster.engines[1].core.waits_for(cluster.now_ms).endswith("this rank is a spare")
+
+
 def test_scaling_up_again_takes_the_spares_back_in() -> None:
     cluster = formed_cluster(3)
     wishes(cluster, ScaleWish(1))
@@ -152,6 +195,20 @@ def test_a_replacement_after_a_shrink_is_a_spare_until_an_operator_scales() -> N
     serves(cluster, 1)
 
 
+def test_shrinking_takes_the_place_of_a_scaling_that_cannot_come_true() -> None:
+    cluster = formed_cluster(3)
+    wishes(cluster, ScaleWish(2))
+    cluster.settle()
+    cluster.kill(2)
+    wishes(cluster, ScaleWish(3))  # waits for rank 2
+    cluster.kill(1)
+    answer = wishes(cluster, RecoverWish())
+    cluster.settle()
+
+    assert isinstance(answer, Regroup) and answer.number == 3
+    assert state(cluster) == (RegroupState.DONE, "epoch 3 is rank 0") and up(cluster) == [0]
+
+
 def test_a_scaled_group_stays_scaled_when_the_coordinator_restarts() -> None:
     cluster = formed_cluster(3)
     wishes(cluster, ScaleWish(2))
@@ -190,6 +247,7 @@ def test_what_cannot_be_changed_says_why() -> None:
     ):
         answer = wishes(cluster, wish)
         assert isinstance(answer, Refusal) and answer.reason == reason
+    assert isinstance(answer, Refusal) and answer.detail.endswith("this one is idle, and misses none")
     wishes(cluster, HoldWish())
     answer = wishes(cluster, ScaleWish(1))
     assert isinstance(answer, Refusal) and answer.reason == "busy" and "hold operation 1" in answer.detail

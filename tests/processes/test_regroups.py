@@ -1,16 +1,29 @@
 """Scaling and shrinking on real processes, by command, while requests are served."""
 
 from wavekeeper.proto.messages import Kind
-from wavekeeper.worker_agent import FrontEnd
+from wavekeeper.worker_agent import EngineHooks, FrontEnd
 
 from .engines import CountingEngine
 from .house import Coordinator, eventually
 from .test_holds import wavekeeper
 
 
+class GivesBack(EngineHooks):
+    """An engine that hands its requests back when it is a spare."""
+
+    engine: CountingEngine
+
+    def spare(self) -> None:
+        with self.engine.lock:
+            self.engine.work = 0
+
+
 def test_a_deployment_is_scaled_down_and_up_and_shrunk_after_a_death(coordinator: Coordinator) -> None:
     control = coordinator.facts["control"]
-    engines = [CountingEngine(control, "moe", Kind.MOE, rank, 3, 0.001) for rank in range(3)]
+    hooks = [GivesBack() for _ in range(3)]
+    engines = [CountingEngine(control, "moe", Kind.MOE, rank, 3, 0.001, hooks[rank]) for rank in range(3)]
+    for hook, engine in zip(hooks, engines, strict=True):
+        hook.engine = engine
     front_end = FrontEnd.connect(control, deployment="moe")
     try:
         front_end.wait_ready(20)
@@ -24,6 +37,9 @@ def test_a_deployment_is_scaled_down_and_up_and_shrunk_after_a_death(coordinator
         front_end.wait_for(lambda state: [r.rank for r in state.ranks if r.up] == [0, 1], 10, "routing to follow")
         engines[1].submit(20)
         eventually(lambda: engines[1].done == 20, "the smaller group to serve")
+        engines[2].submit(3)  # by somebody who does not know
+        eventually(lambda: engines[2].work == 0, "the spare to give its requests back")
+        assert engines[2].done == 200
 
         up = wavekeeper(coordinator, "scale", "moe", "--to", "3")
         assert up.returncode == 0, up

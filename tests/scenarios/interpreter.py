@@ -13,6 +13,7 @@ import msgspec
 
 from wavekeeper.coordinator.core import Junk, Tick, Wished
 from wavekeeper.coordinator.core.holds import HoldWish, ResumeWish
+from wavekeeper.coordinator.core.regroups import RecoverWish, ScaleWish
 from wavekeeper.coordinator.core.view import deployment_view
 from wavekeeper.proto import messages as m
 from wavekeeper.proto.codec import decode, encode
@@ -272,6 +273,14 @@ class Scenario(Puppetry):
     @command(r"resume(?: (?P<operation>\d+))?")
     def resume(self, operation: str | None) -> None:
         self.coordinator(Wished(2, self.spec.name, ResumeWish(int(operation) if operation else None)))
+
+    @command(r"scale to (?P<size>\d+)(?: within (?P<deadline>\d+) s)?")
+    def scale(self, size: str, deadline: str | None) -> None:
+        self.coordinator(Wished(3, self.spec.name, ScaleWish(int(size), float(deadline or 60))))
+
+    @command(r"recover by shrinking")
+    def shrink(self) -> None:
+        self.coordinator(Wished(4, self.spec.name, RecoverWish()))
 
     @command(r"device (?P<state>busy|idle) rank (?P<ranks>[\d. ]*\d)")
     def device(self, state: str, ranks: str) -> None:

@@ -245,10 +245,12 @@ class Puppetry:
     def build(self) -> bool:
         """An exchange stands as soon as all of its members, and these very lives of them, build it."""
         by_group: dict[str, list[Life]] = defaultdict(list)
+        members: dict[str, int] = {}
         for life in self.lives.values():
             if life.building is not None and life.name not in self.frozen:
                 by_group[life.building.group].append(life)
-        stands = [lives for lives in by_group.values() if len(lives) == self.spec.dp_size]
+                members[life.building.group] = len(life.building.members)
+        stands = [lives for group, lives in by_group.items() if len(lives) == members[group]]
         for life in [life for lives in stands for life in sorted(lives, key=lambda life: life.rank)]:
             form, life.building = life.building, None
             assert form is not None
@@ -277,7 +279,7 @@ class Puppetry:
     def call_hooks(self, life: Life) -> bool:
         """What the engine does first in a turn: it hears of a hold, and says when its device is idle."""
         called = False
-        while life.posted is None and (hook := life.core.hook_due()) is not None:
+        while life.posted is None and (hook := life.core.take_hook()) is not None:
             if hook is rank_events.Hook.DEVICE_IDLE and not life.device_idle:
                 break
             called = True
@@ -285,6 +287,9 @@ class Puppetry:
             hold = life.core.hold
             if hook is rank_events.Hook.HOLD and life.work and hold is not None and hold.hold_mode is m.HoldMode.NOW:
                 self.lines.say(f"rank {MANY}: aborts {life.work} steps of work", life.name)
+                life.work = 0
+            if hook is rank_events.Hook.SPARE:
+                self.lines.say(f"rank {MANY}: gives back {life.work} steps of work", life.name)
                 life.work = 0
             self.perform(life, life.core.hook_done(hook))
         return called
@@ -312,13 +317,14 @@ class Puppetry:
     def read(self, life: Life) -> bool:
         key = life.group, life.count
         rows = self.rows[key] if life.posted is not None else {}
-        if life.posted is None or len(rows) < self.spec.dp_size:
+        group = life.core.group_ranks
+        if life.posted is None or len(rows) < len(group):
             return False
         if len({str(position) for _, position in rows.values()}) != 1:
             raise ScriptError(f"the ranks met at different positions: {rows}")
-        plan = decide([rows[rank][0] for rank in sorted(rows)], life.posted[1], PlanSettings())
+        plan = decide([rows[rank][0] for rank in group], life.posted[1], PlanSettings())
         if key not in self.plans:
-            self.lines.say(plan_text(plan), str(plan.step))
+            self.lines.say(plan_text(plan, group), str(plan.step))
         if self.plans.setdefault(key, plan) != plan:
             raise ScriptError(f"two plans of one exchange: {plan} and {self.plans[key]}")
         life.posted = None
@@ -344,6 +350,6 @@ class Puppetry:
         for life in lives:
             if life.posted is not None:
                 rows = self.rows[life.group, life.count]
-                missing = " ".join(str(rank) for rank in range(self.spec.dp_size) if rank not in rows)
+                missing = " ".join(str(rank) for rank in life.core.group_ranks if rank not in rows)
                 self.lines.say(f"rank {MANY}: waits in {life.posted[1]} for the row of rank {missing}", life.name)
         return moved

@@ -126,11 +126,11 @@ def position_text(core: RankCore) -> str:
     return f"{core.mode}{place}"
 
 
-def plan_text(plan: Plan) -> str:
-    """What a step does; its number is left open."""
+def plan_text(plan: Plan, group: tuple[int, ...]) -> str:
+    """What a step does on which rank; its number is left open."""
     text = f"wave {plan.wave} step {MANY}: {plan.outcome.replace('_', ' ')}"
     for role in (Role.REAL, Role.DUMMY):
-        if ranks := [str(rank) for rank, is_role in enumerate(plan.roles) if is_role is role]:
+        if ranks := [str(rank) for rank, is_role in zip(group, plan.roles, strict=False) if is_role is role]:
             text += f", {role} on {' '.join(ranks)}"
     return text + (f" ({plan.reason})" if plan.reason else "")
 
@@ -148,7 +148,8 @@ def message_text(message: m.Message) -> str:
         case m.FromRank():
             return name + _at(message.at)
         case m.Welcome():
-            return f"{name} to term {message.term}: {message.phase}, epoch {message.epoch}, wave {message.wave}"
+            spare = ", as a spare" if message.spare else ""
+            return f"{name} to term {message.term}{spare}: {message.phase}, epoch {message.epoch}, wave {message.wave}"
         case m.Refused():
             differs = "".join(f"; {x.key}: expected {x.expected!r}, got {x.got!r}" for x in message.mismatches)
             again = ", may ask again" if message.retry else ""
@@ -178,7 +179,7 @@ def answer_text(answer: Operation | Regroup | Refusal) -> str:
     if isinstance(answer, Refusal):
         return f"refused ({answer.reason}): {answer.detail}"
     if isinstance(answer, Regroup):
-        return f"regroup {answer.number}, {answer.state}"
+        return f"regroup {answer.number} to rank {' '.join(map(str, answer.target))}, {answer.state}"
     return f"operation {answer.number}, mode {answer.wish.mode}"
 
 
@@ -206,6 +207,10 @@ def view_lines(view: DeploymentView) -> Lines:
         starts = f"starts are refused ({view.hold.refused} so far)" if view.hold.refuse else "starts are remembered"
         held = " ".join(str(rank) for rank in view.hold.held_ranks) or "none"
         lines.say(f"  hold operation {view.hold.operation}{key}, mode {view.hold.mode}; held: {held}; {starts}")
+    if view.regroup is not None:
+        detail = f": {plain(view.regroup.detail)}" if view.regroup.detail else ""
+        to = " ".join(map(str, view.regroup.to))
+        lines.say(f"  regroup {view.regroup.number} to rank {to}, {view.regroup.state}{detail}")
     for waiting in view.waiting_starts:
         lines.say(f"  a start waits since {waiting.waiting_s:.1f} s: asked by {plain(waiting.asked_by)}")
     if view.dropped:

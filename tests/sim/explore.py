@@ -22,12 +22,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from wavekeeper.coordinator.core import Fleet, Publish, Received, Tick
+import msgspec
+
+from wavekeeper.coordinator.core import Fleet, Publish, Received, Tick, Wished
 from wavekeeper.coordinator.core import Send as CoordinatorSend
+from wavekeeper.coordinator.core.events import Wish
+from wavekeeper.coordinator.core.holds import AWAKE, HoldWish, ResumeWish
 from wavekeeper.coordinator.core.lockstep import Lockstep
-from wavekeeper.proto.messages import FirstRequest, Mode, Phase, Update
+from wavekeeper.coordinator.core.regroups import ScaleWish
+from wavekeeper.proto.messages import FirstRequest, HoldMode, Mode, Phase, Update
 from wavekeeper.proto.rows import Row
 from wavekeeper.worker_agent import events
+from wavekeeper.worker_agent.events import Hook
 from wavekeeper.worker_agent.plan import decide
 
 from .system import (
@@ -55,6 +61,8 @@ SYSTEMS: tuple[tuple[int, Budget, int], ...] = (
     (2, Budget(requests=1, overtaken=1), 40_000),
     (2, Budget(requests=1, restarts=1), 40_000),
     (2, Budget(requests=1, deaths=1), 40_000),
+    (2, Budget(requests=1, holds=1), 40_000),
+    (2, Budget(requests=1, scales=1, deadlines=1), 40_000),
     (3, Budget(requests=1), 40_000),
     (2, Budget(requests=1, lost=1, doubled=1, overtaken=1), 30_000),
     (3, Budget(requests=1, lost=1, deaths=1, restarts=1), 30_000),
@@ -85,13 +93,15 @@ def first(ranks: int, budget: Budget) -> State:
 
 
 Action = Callable[[State], None]
-MISFORTUNES = ("lose", "double", "overtake", "restart", "die")
+MISFORTUNES = ("lose", "double", "overtake", "restart", "die", "hold", "scale", "deadline")
+"""What nobody may count on to happen; names of actions begin so."""
 
 
 def actions(state: State) -> Iterator[tuple[str, Action]]:
     """All that can happen next. Each name says what; each action changes the state that it is given."""
     yield from _links(state)
     yield from _coordinator(state)
+    yield from _operator(state)
     for index in range(len(state.ranks)):
         yield from _control(state, index)
         yield from _engine(state, index)
@@ -125,6 +135,24 @@ def _coordinator(state: State) -> Iterator[tuple[str, Action]]:
         yield "restart the coordinator", restart
 
 
+def _operator(state: State) -> Iterator[tuple[str, Action]]:
+    """Whoever holds a deployment resumes it: that is no misfortune, and may be counted on."""
+    deployment, budget = state.lockstep(), state.budget
+    regrouping = deployment.regroup is not None and deployment.regroup.in_progress
+    if deployment.operation is not None and not deployment.operation.regroup and not deployment.operation.over:
+        yield "resume", partial(wish, what=ResumeWish())
+    elif deployment.phase in AWAKE and not regrouping:
+        if budget.holds:
+            for mode in (HoldMode.WAIT, HoldMode.KEEP):
+                yield f"hold {mode}", partial(wish, what=HoldWish(mode), budget="holds")
+        if budget.scales:
+            for size in range(1, len(state.ranks) + 1):
+                if size != len(deployment.members.places):
+                    yield f"scale to {size}", partial(wish, what=ScaleWish(size), budget="scales")
+    if regrouping and budget.deadlines:
+        yield "deadline", deadline
+
+
 def _control(state: State, index: int) -> Iterator[tuple[str, Action]]:
     rank = state.ranks[index]
     if state.budget.requests:
@@ -138,19 +166,22 @@ def _control(state: State, index: int) -> Iterator[tuple[str, Action]]:
             yield f"register rank {index}", partial(tick, index=index, register=True)
         elif has_news(state, rank):
             yield f"heartbeat of rank {index}", partial(tick, index=index, register=False)
-    if rank.building is not None and all(rank.building.group in _tokens(each) for each in state.ranks):
+    form = rank.building
+    if form is not None and all(form.group in _tokens(state.ranks[member.rank]) for member in form.members):
         yield f"build rank {index}", partial(build, index=index)
 
 
 def _engine(state: State, index: int) -> Iterator[tuple[str, Action]]:
     rank = state.ranks[index]
     if rank.waits_in is not None:
-        if len(state.rows[rank.waits_in]) == len(state.ranks):
+        if len(state.rows[rank.waits_in]) == rank.size:
             yield f"take rank {index}", partial(take, index=index)
         if rank.thrown:
             yield f"throw out rank {index}", partial(throw_out, index=index)
     elif rank.core.lost is not None:
         yield f"tell rank {index} of the fault", partial(throw_out, index=index)
+    elif rank.core.hook_due is not None:
+        yield f"call rank {index}", partial(call, index=index)
     elif rank.core.must_step and rank.group:
         yield f"post rank {index}", partial(post, index=index)
 
@@ -199,6 +230,21 @@ def double(state: State, link: str) -> None:
 def overtake(state: State, link: str) -> None:
     state.budget = state.budget.less("overtaken")
     deliver(state, link, 1)
+
+
+def wish(state: State, what: Wish, budget: str = "") -> None:
+    state.budget = state.budget.less(budget) if budget else state.budget
+    coordinator(state, Wished(0, NAME, what))
+
+
+def deadline(state: State) -> None:
+    """A change of ranks has taken too long."""
+    state.budget = state.budget.less("deadlines")
+    state.my_fleet()
+    deployment = state.lockstep()
+    assert deployment.regroup is not None
+    deployment.regroup = msgspec.structs.replace(deployment.regroup, deadline_ms=NOW_MS)
+    coordinator(state, Tick())
 
 
 def restart(state: State) -> None:
@@ -250,9 +296,19 @@ def build(state: State, index: int) -> None:
     assert form is not None
     effects = rank.core.handle(events.Built(form.group, "shm", 0), NOW_MS)
     if rank.core.group == form.group:
-        rank.group, rank.count = form.group, 0
+        rank.group, rank.size, rank.count = form.group, len(form.members), 0
     rank_does(state, index, effects)
     quiet(rank.core)
+
+
+def call(state: State, index: int) -> None:
+    """The engine is told of a hold, of its end, or that it is a spare; its device is idle at once."""
+    rank = state.my_rank(index)
+    hook = rank.core.take_hook()
+    assert hook is not None
+    if hook is Hook.SPARE:
+        rank.work = 0  # given back
+    rank_does(state, index, rank.core.hook_done(hook))
 
 
 def post(state: State, index: int) -> None:
@@ -273,6 +329,7 @@ def take(state: State, index: int) -> None:
     rank.waits_in, rank.thrown = None, False
     if plan.runs_forward:
         assert rank.core.mode is Mode.RUNNING, "a forward outside a wave"
+        assert state.lockstep().phase is not Phase.HELD, f"rank {index} runs a forward, and all are told to be held"
         rank.work = max(0, rank.work - 1)
     rank_does(state, index, rank.core.finish(plan, 1.0))
 
@@ -317,7 +374,7 @@ def rank_does(state: State, index: int, effects: list[events.Effect]) -> None:
     rank.core.dropped.clear()
 
 
-def coordinator(state: State, event: Received | Tick) -> None:
+def coordinator(state: State, event: Received | Tick | Wished) -> None:
     fleet = state.my_fleet()
     before = fleet.term, state.lockstep().epoch, state.lockstep().wave
     phase = state.lockstep().phase
@@ -346,14 +403,15 @@ def coordinator(state: State, event: Received | Tick) -> None:
 
 def _is_member(deployment: Lockstep, rank: Rank) -> bool:
     record = deployment.members.get(rank.core.identity.rank)
-    return record is not None and record.incarnation == rank.core.identity.incarnation
+    lives = record is not None and record.incarnation == rank.core.identity.incarnation
+    return lives and rank.core.identity.rank in deployment.members.places
 
 
 def published_running(state: State, update: Update) -> None:
     """Invariant 6: running is never published without evidence."""
     for rank in state.ranks:
         if not _is_member(state.lockstep(), rank):
-            continue  # whoever acknowledged has died since
+            continue  # a spare, or whoever acknowledged has died since
         stepper = rank.core.stepper
         begun = (stepper.epoch, stepper.wave) > (update.epoch, update.wave) or (
             stepper.wave == update.wave and (stepper.running or rank.core.mode is Mode.HALTED)
@@ -472,7 +530,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="explore", description="Visit every state of a small system.")
     parser.add_argument("ranks", type=int, nargs="?")
     parser.add_argument("requests", type=int, nargs="?", default=1)
-    for name in ("lost", "doubled", "overtaken", "restarts", "deaths"):
+    for name in ("lost", "doubled", "overtaken", "restarts", "deaths", "holds", "scales", "deadlines"):
         parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--words", type=int, default=1, help="requests that a front-end tells the coordinator of")
     parser.add_argument("--states", type=int, default=200_000, help="stop after so many")
@@ -505,5 +563,5 @@ def main(arguments: list[str]) -> int:
 
 INVARIANTS = (
     "the coordinator's own checks, nothing goes back, running on evidence, rows meet at one position, no forward "
-    "outside a wave; in the end: from everywhere, all work can be done"
+    "outside a wave or under a hold; in the end: from everywhere, all work can be done"
 )

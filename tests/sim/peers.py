@@ -52,14 +52,14 @@ class Request:
 class Group:
     """One exchange of one epoch: rows by count of exchange."""
 
-    dp_size: int
+    ranks: tuple[int, ...]
     joined: set[int] = field(default_factory=set)
     rows: dict[int, dict[int, tuple[Row, Position]]] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
-    operations: list[list[str]] = field(default_factory=list)
+    operations: dict[int, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.operations = [[] for _ in range(self.dp_size)]
+        self.operations = {rank: [] for rank in self.ranks}
 
 
 class Peer:
@@ -223,13 +223,13 @@ class Rank(Peer):
     def build(self, effect: rank_events.Build) -> None:
         """The builder's thread: wait for the others, try, hand over."""
         form = effect.form
-        group = self.world.groups.setdefault(form.group, Group(self.spec.dp_size))
+        group = self.world.groups.setdefault(form.group, Group(tuple(member.rank for member in form.members)))
         if self.alive:
             group.joined.add(self.rank)
         began_ms = self.world.now_ms
 
         def look() -> None:
-            if len(group.joined) == group.dp_size:
+            if len(group.joined) == len(group.ranks):
                 effects = self.core.handle(rank_events.Built(form.group, "shm", 0), self.clock_ms)
                 if self.core.group == form.group:
                     self.group, self.count = group, 0
@@ -287,7 +287,7 @@ class Rank(Peer):
         if lost is not None:
             self.world.seen["RankLost"] += 1
             self.do(effects)
-        elif (hook := self.core.hook_due()) is not None:
+        elif (hook := self.core.take_hook()) is not None:
             delay_ms = self.world.random.randint(0, 30)  # the engine waits for its device, or gives its weights back
             self.turn_planned = True
             self.world.plan(delay_ms, partial(self.engine, partial(self._hook_done, hook)))
@@ -302,7 +302,18 @@ class Rank(Peer):
 
     def _hook_done(self, hook: Hook) -> None:
         self.turn_planned = False
+        if hook is Hook.SPARE:
+            self.give_back()
         self.do(self.core.hook_done(hook))
+
+    def give_back(self) -> None:
+        """Nothing will run here: whoever sent these requests sends them to another rank."""
+        requests, self.queue = self.queue, deque()
+        for request in requests:
+            self.world.seen["given back"] += 1
+            request.done()
+            self.world.plan(self.world.random.randint(0, 10), partial(self.world.send, request, self.spec.name))
+        self._report()
 
     def post(self) -> None:
         failing, self.step_fails = self.step_fails, False
@@ -323,7 +334,7 @@ class Rank(Peer):
             self.exchange_breaks = False
             self.world.plan(self.world.random.randint(0, 30), partial(self.engine, partial(self.broken, waiting)))
         self.world.plan(TIMING.step_deadline_ms, partial(self.engine, partial(self.timed_out, waiting)))
-        if len(posted) == group.dp_size:
+        if len(posted) == len(group.ranks):
             for peer in self.world.everybody(self.spec.name):
                 if peer.waiting_in == waiting:
                     delay_ms = self.world.random.randint(0, 3)
@@ -337,7 +348,7 @@ class Rank(Peer):
         self.waiting_in, self.thrown = None, False
         rows = group.rows[number]
         position = next(iter(rows.values()))[1]
-        plan = decide([rows[rank][0] for rank in range(group.dp_size)], position, SETTINGS)
+        plan = decide([rows[rank][0] for rank in group.ranks], position, SETTINGS)
         assert group.plans.setdefault(number, plan) == plan, "two ranks made different plans of the same rows"
         if plan.runs_forward:
             assert self.core.mode is Mode.RUNNING, f"a forward in mode {self.core.mode}"
@@ -352,7 +363,7 @@ class Rank(Peer):
 
     def timed_out(self, waiting: tuple[Group, int]) -> None:
         group, number = waiting
-        missing = sorted(set(range(group.dp_size)) - set(group.rows[number]))
+        missing = sorted(set(group.ranks) - set(group.rows[number]))
         if missing and self.waiting_in == waiting:
             self.world.seen["timed out"] += 1
             self.thrown_out(waiting, missing[0])

@@ -18,6 +18,7 @@ import msgspec
 from wavekeeper.coordinator.core import DeploymentSpec
 from wavekeeper.coordinator.core.holds import HoldWish, ResumeWish
 from wavekeeper.coordinator.core.lockstep import Lockstep
+from wavekeeper.coordinator.core.regroups import RecoverWish, ScaleWish
 from wavekeeper.proto.messages import HoldMode, Phase
 
 from .peers import Rank, Request
@@ -55,11 +56,14 @@ class What(StrEnum):
     FRONT_END = "a front-end is replaced"
     DEAF = "a front-end is cut off"
     HOLD = "an operator holds the deployment, and resumes it"
+    SCALE = "an operator changes the number of ranks"
+    SHRINK = "a rank dies, an operator goes on without it, and it is replaced"
 
 
 _OF_COORDINATOR = (What.RESTART, What.PAUSE, What.COORDINATOR_CLOCK)
 _OF_FRONT_ENDS = (What.FRONT_END, What.DEAF)
-_HARMLESS = (*_OF_COORDINATOR, *_OF_FRONT_ENDS, What.STEP, What.BUSY, What.SLOW, What.HOLD)
+_OF_OPERATORS = (What.HOLD, What.SCALE)
+_HARMLESS = (*_OF_COORDINATOR, *_OF_FRONT_ENDS, *_OF_OPERATORS, What.STEP, What.BUSY, What.SLOW)
 """Nothing of this may break a running wave."""
 
 
@@ -218,7 +222,9 @@ def _everybody_knows(world: World) -> bool:
     """The coordinator and all front-ends know that it is over."""
     assert world.fleet is not None
     for deployment in world.fleet.deployments.values():
-        if not deployment.members.full or (isinstance(deployment, Lockstep) and deployment.phase is not Phase.IDLE):
+        if not deployment.members.full:
+            return False
+        if isinstance(deployment, Lockstep) and (deployment.phase is not Phase.IDLE or _is_regrouping(deployment)):
             return False
     for front_end in world.front_ends:
         state, truth = front_end.core.state, world.fleet.deployments[front_end.core.deployment]
@@ -226,9 +232,15 @@ def _everybody_knows(world: World) -> bool:
             return False
         if (front_end.core.term, state.phase, state.wave) != (truth.term, truth.phase, truth.wave):
             return False
-        if [rank.incarnation for rank in state.ranks] != [record.incarnation for record in truth.members.sorted()]:
+        members = truth.members
+        lives = [record.incarnation if record.rank in members.places else "" for record in members]
+        if [rank.incarnation for rank in state.ranks] != lives:
             return False
     return True
+
+
+def _is_regrouping(deployment: Lockstep) -> bool:
+    return deployment.regroup is not None and deployment.regroup.in_progress
 
 
 def _judge(world: World, scenario: Scenario, finished: bool) -> None:
@@ -273,6 +285,8 @@ def _happen(world: World, trouble: Trouble) -> None:
             world.front_ends[index].cut(trouble.for_ms)
     elif trouble.what is What.HOLD:
         _hold(world, trouble)
+    elif trouble.what is What.SCALE:
+        _scale(world, trouble)
     else:
         spec = next((spec for spec in world.specs if spec.name == trouble.deployment), None)
         if spec is not None and trouble.rank < spec.dp_size:
@@ -308,6 +322,35 @@ def _hold(world: World, trouble: Trouble) -> None:
     ask()
 
 
+def _scale(world: World, trouble: Trouble) -> None:
+    """Ask for a number of ranks again and again for so long; whoever leads then is asked."""
+    wish = ScaleWish(to=1 + trouble.rank % world.specs[0].dp_size, deadline_s=max(trouble.for_ms, 300) / 1_000)
+    until_ms = world.now_ms + trouble.for_ms
+
+    def ask() -> None:
+        if world.coordinator is not None:
+            world.coordinator.wish(wish, "moe")
+        if world.now_ms < until_ms:
+            world.plan(100, ask)
+
+    ask()
+
+
+def _shrink(world: World, spec: DeploymentSpec, life: Rank, trouble: Trouble) -> None:
+    """Nobody waits for the replacement, which is a spare when it comes, or comes first."""
+    life.crash()
+    world.plan(trouble.for_ms, partial(_replace, world, spec, life))
+
+    def ask() -> None:
+        deployment = None if world.fleet is None else world.fleet.deployments[spec.name]
+        if world.coordinator is not None and isinstance(deployment, Lockstep):
+            world.coordinator.wish(RecoverWish(), spec.name)
+        if world.ranks[spec.name][life.rank] is life:
+            world.plan(100, ask)
+
+    ask()
+
+
 def _of_rank(world: World, spec: DeploymentSpec, life: Rank, trouble: Trouble) -> None:
     for_ms = trouble.for_ms
     until_ms = world.now_ms + for_ms
@@ -315,6 +358,8 @@ def _of_rank(world: World, spec: DeploymentSpec, life: Rank, trouble: Trouble) -
         case What.CRASH:
             life.crash()
             world.plan(for_ms, partial(_replace, world, spec, life))
+        case What.SHRINK:
+            _shrink(world, spec, life, trouble)
         case What.LEAVE:
             life.leave()
             world.plan(for_ms, partial(_replace, world, spec, life))

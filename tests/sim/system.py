@@ -20,7 +20,7 @@ import msgspec
 from wavekeeper.coordinator.core import DeploymentSpec, Fleet, FleetSpec
 from wavekeeper.coordinator.core.lockstep import Lockstep
 from wavekeeper.coordinator.core.members import Members
-from wavekeeper.proto.messages import At, Form, FromRank, Kind, Message, Mode, Register, Timing, Welcome
+from wavekeeper.proto.messages import At, Form, FromRank, Hold, Kind, Message, Mode, Register, Timing, Welcome
 from wavekeeper.proto.rows import Position, Row
 from wavekeeper.worker_agent import events
 from wavekeeper.worker_agent.core import RankCore
@@ -44,6 +44,11 @@ class Budget(msgspec.Struct, frozen=True):
     overtaken: int = 0
     restarts: int = 0
     deaths: int = 0
+    holds: int = 0
+    scales: int = 0
+    """Changes of the number of ranks that an operator asks for."""
+    deadlines: int = 0
+    """Such changes whose time is over before they have come true."""
 
     def less(self, name: str) -> "Budget":
         return msgspec.structs.replace(self, **{name: getattr(self, name) - 1})
@@ -67,6 +72,8 @@ class Rank:
     life: int
     work: int = 0
     group: str = ""
+    size: int = 0
+    """Ranks of that group."""
     count: int = 0
     waits_in: tuple[str, int] | None = None
     """The exchange in which the engine waits for rows."""
@@ -226,11 +233,11 @@ def _plain(value: Any) -> Any:
         core = value.core
         pending = [(*_message_key(command), seq) for seq, command in sorted(core._pending.items())]
         building = value.building.group if value.building else ""
-        at = value.waits_in is not None, value.thrown, building, value.group
+        at = value.waits_in is not None, value.thrown, building, value.group, value.size
         return _plain(core), pending, core.lost is not None, value.work, at
     if isinstance(value, Members):
-        return [
-            (r.rank, r.incarnation, _place(r.at), r.applied, r.sent_seq, r.register.group, r.busy_until_ms)
+        return value.places, [
+            (r.rank, r.incarnation, _place(r.at), r.applied, r.sent_seq, _registered(r.register), r.busy_until_ms)
             for r in value
         ]
     unimportant = _DECIDES_NOTHING[type(value)]
@@ -245,12 +252,24 @@ def _place(at: At) -> tuple[object, ...]:
     return at.mode, at.term, at.epoch, at.applied, at.wave, at.has_work, at.hold
 
 
+def _registered(register: Register) -> tuple[object, ...]:
+    return register.group, register.group_ranks, register.hold, register.resumed
+
+
 def _message_key(message: Message) -> tuple[object, ...]:
     facts: list[object] = [type(message).__name__]
     for name in ("term", "epoch", "seq", "wave", "ask", "group"):
         facts.append(getattr(message, name, None))
     if isinstance(message, FromRank):
         facts.append(_place(message.at))
+    if isinstance(message, Register):
+        facts.append(_registered(message))
+    if isinstance(message, Welcome):
+        facts.append(message.spare)
+    if isinstance(message, Form):
+        facts.append([member.rank for member in message.members])
+    if isinstance(message, Hold):
+        facts.append(message.order)
     return tuple(facts)
 
 
@@ -351,8 +370,12 @@ def has_news(state: State, rank: Rank) -> bool:
 
 
 def good(state: State) -> bool:
-    """All work done, and everybody idle in one wave."""
+    """All work done, nothing that an operator wants outstanding, and everybody of the group idle in one wave."""
+    deployment = state.lockstep()
     if any(rank.work or rank.core.stepper.has_work for rank in state.ranks):
         return False
-    places = {(rank.core.mode, rank.core.stepper.epoch, rank.core.stepper.wave) for rank in state.ranks}
+    if deployment.operation is not None or (deployment.regroup is not None and deployment.regroup.in_progress):
+        return False
+    group = [state.ranks[place].core for place in deployment.members.places]
+    places = {(core.mode, core.stepper.epoch, core.stepper.wave) for core in group}
     return len(places) == 1 and next(iter(places))[0] is Mode.IDLE

@@ -26,7 +26,7 @@ def test_ten_thousand_requests_are_all_served_and_no_invariant_is_broken() -> No
     assert all(c.group_operations == c.steps for c in counters), "exactly one exchange a step"
     assert max(c.steps_after_last_work for c in counters) <= 1
     group = next(iter(world.groups.values()))
-    assert all(operations == group.operations[0] for operations in group.operations)
+    assert all(operations == group.operations[0] for operations in group.operations.values())
     for rank in world.ranks["dense"].values():
         dense = rank.core.stepper.counters()
         assert (dense.group_operations, dense.process_groups, dense.wave_messages, dense.dummy_steps) == (0, 0, 0, 0)

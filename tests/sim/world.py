@@ -19,8 +19,7 @@ from wavekeeper.coordinator.core import DeploymentSpec, Effect, Event, Fleet, Fl
 from wavekeeper.coordinator.core import Received as CoordinatorReceived
 from wavekeeper.coordinator.core import Send as CoordinatorSend
 from wavekeeper.coordinator.core import Tick as CoordinatorTick
-from wavekeeper.coordinator.core.events import Answer, Wished
-from wavekeeper.coordinator.core.holds import HoldWish, ResumeWish
+from wavekeeper.coordinator.core.events import Answer, Wish, Wished
 from wavekeeper.coordinator.core.lockstep import Lockstep
 from wavekeeper.proto.codec import decode, encode
 from wavekeeper.proto.messages import (
@@ -82,7 +81,7 @@ class Coordinator(Peer):
     def receive(self, peer: bytes, message: Message) -> None:
         self.happens(partial(self._handle, CoordinatorReceived(peer, message)))
 
-    def wish(self, wish: HoldWish | ResumeWish, deployment: str) -> None:
+    def wish(self, wish: Wish, deployment: str) -> None:
         """An operator wants something."""
         self.happens(partial(self._handle, Wished(0, deployment, wish)))
 
@@ -236,13 +235,14 @@ class World:
             peer.calm()
 
     def quiet(self) -> bool:
-        """No request is queued anywhere and every lockstep rank is idle in the same wave."""
+        """No request is queued anywhere and every rank of a lockstep group is idle in the same wave."""
         for spec in self.specs:
-            ranks = self.ranks[spec.name].values()
-            if any(rank.queue or rank.core.stepper.has_work for rank in ranks):
+            ranks = self.ranks[spec.name]
+            if any(rank.queue or rank.core.stepper.has_work for rank in ranks.values()):
                 return False
-            if spec.kind.lockstep:
-                places = {(rank.core.mode, rank.core.stepper.epoch, rank.core.stepper.wave) for rank in ranks}
+            if spec.kind.lockstep and self.fleet is not None:
+                group = [ranks[place].core for place in self.fleet.deployments[spec.name].members.places]
+                places = {(core.mode, core.stepper.epoch, core.stepper.wave) for core in group}
                 if len(places) != 1 or next(iter(places))[0] is not Mode.IDLE:
                     return False
         return True
@@ -339,8 +339,9 @@ class World:
             return
         self.seen["running"] += 1
         assert self.fleet is not None
+        members = self.fleet.deployments[name].members
         for rank in self.ranks[name].values():
-            member = self.fleet.deployments[name].members.get(rank.rank)
+            member = members.get(rank.rank) if rank.rank in members.places else None
             if member is None or member.incarnation != rank.core.identity.incarnation:
                 continue  # the life that acknowledged has died since, and nobody knows it yet
             stepper = rank.core.stepper
@@ -400,8 +401,8 @@ class World:
     def check_operations(self) -> None:
         """The ranks of a group have done the same operations in the same order; some may not have come to the end."""
         for name, group in self.groups.items():
-            longest = max(group.operations, key=len)
-            for operations in group.operations:
+            longest = max(group.operations.values(), key=len)
+            for operations in group.operations.values():
                 assert operations == longest[: len(operations)], f"two ranks of group {name} did different things"
 
     def _count(self, deployment: str) -> None:

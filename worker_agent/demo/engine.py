@@ -348,8 +348,13 @@ class Engine:
     def _close(self, reason: str) -> None:
         with self._lock:
             self._closed = True
+        self.give_back(reason)
+
+    def give_back(self, reason: str) -> None:
+        """Fail all that is queued or running here; belongs to the thread of `run`."""
         self._take_in()
-        for sequence in (*self._scheduler.abandon_running(), *self._scheduler.waiting):
+        waiting, self._scheduler.waiting = self._scheduler.waiting, deque()
+        for sequence in (*self._scheduler.abandon_running(), *waiting):
             self._fail(sequence, reason)
 
     def _fail(self, sequence: Sequence, reason: str) -> None:

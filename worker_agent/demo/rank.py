@@ -33,9 +33,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # re-exported, but not for type checkers
 
-from ...proto.messages import Kind
+from ...proto.messages import HoldMode, Kind
 from ..agent import RankAgent
 from ..errors import NotReadyError, RegistrationRefusedError
+from ..hooks import EngineHooks
 from ..plan import Plan, PlanSettings
 from .engine import Engine
 from .model import DenseDecoder, GlooAllToAll, LocalAllToAll, ModelConfig, MoeDecoder
@@ -164,6 +165,7 @@ class RankProcess:
         kind = Kind(options.kind)
         model = self._build_model(kind)
         server = RequestServer()
+        hooks = _Hooks()
         agent = RankAgent.connect(
             options.control,
             deployment=options.deployment,
@@ -175,8 +177,9 @@ class RankProcess:
             exchanges=(options.exchange,) if kind.lockstep else (),
             serve=server.endpoint,
             attributes={"pid": str(os.getpid()), "engine": "demo"},
+            hooks=hooks,
         )
-        engine = Engine(model, agent, regroup=self._regroup_of(model))
+        engine = hooks.engine = Engine(model, agent, regroup=self._regroup_of(model))
         try:
             server.start(engine.submit)
             if self._wait_ready(agent):
@@ -230,6 +233,20 @@ class RankProcess:
             torch_dist_imported="wavekeeper.worker_agent.exchange.torch_dist" in sys.modules,
             default_group=dist.is_initialized(),
         )
+
+
+class _Hooks(EngineHooks):
+    """What an operator's hold or scaling means to the demo's engine; requests that are given back are answered."""
+
+    engine: Engine | None = None
+
+    def hold(self, mode: HoldMode) -> None:
+        if self.engine is not None and mode is HoldMode.NOW:
+            self.engine.give_back("aborted: an operator holds the deployment")
+
+    def spare(self) -> None:
+        if self.engine is not None:
+            self.engine.give_back("this rank is a spare now: an operator has scaled the deployment")
 
 
 def event(name: str, **facts: object) -> None:
