@@ -14,7 +14,7 @@ SHELL := bash
 # -I: neither the checkout nor PYTHONPATH may shadow a library (our proto/ would hide a package of that name).
 RUN := $(VENV)/bin/python -Im
 
-.PHONY: demo test sim explore check fmt clean
+.PHONY: demo test sim explore mutate check fmt clean
 
 demo: $(VENV)/.ready  ## run a small fleet on this machine and watch its waves
 	$(VENV)/bin/wavekeeper demo $(ARGS)
@@ -24,6 +24,9 @@ test: $(VENV)/.ready  ## run the tests
 
 sim: $(VENV)/.ready  ## play SEEDS scenarios on the cores in virtual time, or tell the story of one SEED
 	$(VENV)/bin/python -I tests/sim/__main__.py sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(ARGS)
+
+mutate: $(VENV)/.ready  ## make each deliberate mistake in the cores, and see that it is caught
+	$(VENV)/bin/python -I tests/sim/__main__.py mutations
 
 explore: $(VENV)/.ready  ## visit the states of small systems, every interleaving
 	$(VENV)/bin/python -I tests/sim/__main__.py explore $(ARGS)

@@ -243,6 +243,10 @@ class Register(FromRank, frozen=True, kw_only=True):
     """Token of the group that this rank's exchange belongs to; empty when it has none."""
     group_ranks: Annotated[list[Rank], Meta(max_length=DP_SIZE_MAX)] = []
     """The ranks of that group, in order."""
+    group_next: Word = ""
+    """Incarnation of the member after this one in that group, the first one after the last. All together say who was
+    in it, so that a new coordinator knows a zombie, whose rank had been given to another life.
+    """
     settings: Annotated[dict[Word, Setting], Meta(max_length=256)] = {}
     """Everything else that changes what the group does: graph buckets, thresholds, row layout, versions."""
     host: Address = ""

@@ -220,8 +220,7 @@ class RankCore(Voice):
             case _:
                 return "work" if not self.stepper.has_work else "a wave to start"
 
-    # --- messages
-    # ------------------------------------------------------------------------------------------------------
+    # --- messages ----------------------------------------------------------------------------------------------------
 
     def _message(self, message: ToRank, now_ms: int) -> None:
         if message.term < self.term:
@@ -391,8 +390,7 @@ class RankCore(Voice):
         else:
             self._halt(fault.reason, fault.lost)
 
-    # --- the group
-    # -----------------------------------------------------------------------------------------------------
+    # --- the group ---------------------------------------------------------------------------------------------------
 
     def _lose(self, lost: int | None, reason: str) -> None:
         """The engine is in a wave of a broken group: get it out; it will be told at its next call."""
@@ -417,11 +415,12 @@ class RankCore(Voice):
         form = self._form
         self._is_spare = form is None
         if form is None:  # alive, and part of nothing
-            self.mode, self.group_ranks = Mode.JOINING, ()
+            self.mode, self.group_ranks, self.group_next = Mode.JOINING, (), ""
             self._heartbeat_ms = 0
             self._out.append(Wake())
             return
         self.group_ranks = tuple(member.rank for member in form.members)
+        self.group_next = form.members[(self.group_rank + 1) % len(form.members)].incarnation
         self.stepper.rank = self.group_rank
         self.mode = Mode.FORMING
         self.stepper.epoch, self.stepper.wave, self.stepper.step = form.epoch, form.wave, 0

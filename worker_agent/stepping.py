@@ -114,8 +114,7 @@ class Stepping:
             row, position = self._core.stepper.begin_substep(row)
         return self._exchange(row, position)
 
-    # --- inside
-    # --------------------------------------------------------------------------------------------------------
+    # --- inside ------------------------------------------------------------------------------------------------------
 
     def _step_alone(self, row: Row) -> Plan:
         with self._driver.changed:

@@ -55,6 +55,8 @@ class Voice:
         self.group = ""
         self.group_ranks: tuple[int, ...] = ()
         """Ranks of the group, in the order of their places."""
+        self.group_next = ""
+        """Incarnation of the member after this one."""
         self.exchange = ""
         self.heard_ms = now_ms
         self.load = Load()
@@ -137,6 +139,7 @@ class Voice:
             Register,
             group=self.group,
             group_ranks=list(self.group_ranks),
+            group_next=self.group_next,
             hold=self.hold,
             resumed=self.resumed,
             **self.identity.of_registration(),

@@ -66,8 +66,7 @@ class Commanded(Deployment):
         """Break the group if some rank has not acknowledged in time, busy ones excepted; True if so."""
         late = self._behind()
         waited_ms = now_ms - self.phase_since_ms
-        busy_until_ms = max((self.members.busy_until_ms(rank) for rank in late), default=0)
-        if not late or waited_ms < self.timing.start_ack_timeout_ms or now_ms < busy_until_ms:
+        if not late or waited_ms < self.timing.start_ack_timeout_ms or now_ms < self.members.busy_until_ms(late):
             return False
         self._break(late[0], f"rank {names(late)} did not acknowledge {what} within {waited_ms} ms", now_ms)
         return True

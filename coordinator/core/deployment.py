@@ -19,9 +19,7 @@ from ...proto.messages import (
     Pulse,
     RankState,
     RefusalReason,
-    Refused,
     Register,
-    RegisterAgain,
     Rejected,
     RejectReason,
     ToRank,
@@ -32,6 +30,7 @@ from .feed import Feed
 from .holds import Operation, Refusal
 from .members import MemberRecord, Members
 from .regroups import Regroup
+from .replies import refused, register_again
 from .specs import DeploymentSpec, FleetSpec
 from .waiting import names
 
@@ -138,8 +137,7 @@ class Deployment:
         """When `tick` must be called again at the latest."""
         return min(self._feed.deadline_ms(now_ms), self.members.look_again_ms)
 
-    # --- what people and front-ends see
-    # --------------------------------------------------------------------------------
+    # --- what people and front-ends see ------------------------------------------------------------------------------
 
     def state(self, now_ms: int) -> DeploymentState:
         """As front-ends see it."""
@@ -180,8 +178,7 @@ class Deployment:
             assert record.register.kind is self.spec.kind, f"rank {record.rank} is of the other kind"
             assert record.applied <= self.seq, f"rank {record.rank} acknowledged {record.applied} of {self.seq}"
 
-    # --- for the two kinds
-    # ---------------------------------------------------------------------------------------------
+    # --- for the two kinds -------------------------------------------------------------------------------------------
 
     def _seq_before_joining(self) -> int:
         """Number of the newest command that a rank which joins now need not know."""
@@ -226,17 +223,16 @@ class Deployment:
     def _advance(self, now_ms: int) -> None:
         """Whatever follows from the state as it is now."""
 
-    # --- inside
-    # ----------------------------------------------------------------------------------------------------------
+    # --- inside ------------------------------------------------------------------------------------------------------
 
     def _register(self, peer: bytes, register: Register, now_ms: int) -> None:
-        refused = self.members.refusal(register, self.term, now_ms)
-        if refused is not None:
-            self._out.append(Send(peer, refused))
-            self._drop(f"refused_{refused.reason.value}")
-            differing = "".join(f"; {m.key}: expected {m.expected!r}, got {m.got!r}" for m in refused.mismatches)
-            if not refused.retry:
-                self._note(Level.WARNING, f"refused rank {register.rank}: {refused.detail}{differing}")
+        refusal = self.members.refusal(register, self.term, now_ms)
+        if refusal is not None:
+            self._out.append(Send(peer, refusal))
+            self._drop(f"refused_{refusal.reason.value}")
+            differing = "".join(f"; {m.key}: expected {m.expected!r}, got {m.got!r}" for m in refusal.mismatches)
+            if not refusal.retry:
+                self._note(Level.WARNING, f"refused rank {register.rank}: {refusal.detail}{differing}")
             return
         known = self.members.of(register) is not None
         self.members.unfence(register)
@@ -276,30 +272,14 @@ class Deployment:
         if message.rank >= self.spec.dp_size:
             self._drop("rank_out_of_range")
             detail = f"rank must be in 0..{self.spec.dp_size - 1}, got {message.rank}"
-            self._out.append(Send(peer, self._refusal(message, RefusalReason.RANK_OUT_OF_RANGE, detail)))
-        elif self.members.get(message.rank) is not None:
+            self._out.append(Send(peer, refused(message, self.term, RefusalReason.RANK_OUT_OF_RANGE, detail)))
+        elif self.members.get(message.rank) is not None and self.members.is_fenced(message):
             self._drop("fenced")
             detail = f"rank {message.rank} is not, or no longer, incarnation {message.incarnation}"
-            self._out.append(Send(peer, self._refusal(message, RefusalReason.FENCED, detail)))
+            self._out.append(Send(peer, refused(message, self.term, RefusalReason.FENCED, detail)))
         elif not isinstance(message, Leave):
             self._drop("unregistered")
-            again = RegisterAgain(
-                deployment=message.deployment,
-                rank=message.rank,
-                incarnation=message.incarnation,
-                term=self.term,
-            )
-            self._out.append(Send(peer, again))
-
-    def _refusal(self, message: FromRank, reason: RefusalReason, detail: str) -> Refused:
-        return Refused(
-            deployment=message.deployment,
-            rank=message.rank,
-            incarnation=message.incarnation,
-            term=self.term,
-            reason=reason,
-            detail=detail,
-        )
+            self._out.append(Send(peer, register_again(message, self.term)))
 
     def _lose(self, record: MemberRecord, reason: str, now_ms: int) -> None:
         self.members.lose(record)

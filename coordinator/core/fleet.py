@@ -21,9 +21,7 @@ from ...proto.messages import (
     LoadReport,
     Message,
     RefusalReason,
-    Refused,
     Register,
-    RegisterAgain,
     Rejected,
     RejectReason,
 )
@@ -32,6 +30,7 @@ from .events import Answer, Effect, Ended, Event, Junk, Level, Note, Received, S
 from .holds import Refusal
 from .independent import Independent
 from .lockstep import Lockstep
+from .replies import no_such_deployment, refused, register_again
 from .specs import FleetSpec
 
 STORY_MAX = 512
@@ -149,28 +148,15 @@ class Fleet:
             self.dropped["unknown_deployment"] += 1
             if not isinstance(message, Register):
                 return []
-            refused = Refused(
-                deployment=message.deployment,
-                rank=message.rank,
-                incarnation=message.incarnation,
-                term=self.term,
-                reason=RefusalReason.UNKNOWN_DEPLOYMENT,
-                detail=f"there is no deployment {message.deployment!r}; there is {', '.join(self.deployments)}",
-            )
-            return [Send(peer, refused)]
+            detail = no_such_deployment(message.deployment, self.deployments)
+            return [Send(peer, refused(message, self.term, RefusalReason.UNKNOWN_DEPLOYMENT, detail))]
         if message.at.term >= TERM_MAX:
             self.dropped["impossible"] += 1
             return []
         if message.at.term > self.term:
             if not isinstance(message, Register):
                 self.dropped["future_term"] += 1
-                again = RegisterAgain(
-                    deployment=message.deployment,
-                    rank=message.rank,
-                    incarnation=message.incarnation,
-                    term=self.term,
-                )
-                return [Send(peer, again)]
+                return [Send(peer, register_again(message, self.term))]
             if deployment.members.refusal(message, self.term, now_ms) is not None:
                 return deployment.on_rank(peer, message, now_ms)
             # Nobody else leads, so this is our own past: a clock that went back, or a lost state file.
@@ -181,7 +167,7 @@ class Fleet:
         deployment = self.deployments.get(message.deployment)
         if deployment is None:
             self.dropped["unknown_deployment"] += 1
-            detail = f"there is no deployment {message.deployment!r}; there is {', '.join(self.deployments)}"
+            detail = no_such_deployment(message.deployment, self.deployments)
             return [_rejected(peer, RejectReason.UNKNOWN_DEPLOYMENT, detail, message.deployment)]
         match message:
             case Attach():
@@ -200,7 +186,7 @@ class Fleet:
     def _wish(self, event: Wished, now_ms: int) -> list[Effect]:
         deployment = self.deployments.get(event.deployment)
         if deployment is None:
-            detail = f"there is no deployment {event.deployment!r}; there is {', '.join(self.deployments)}"
+            detail = no_such_deployment(event.deployment, self.deployments)
             return [Answer(event.token, Refusal("unknown_deployment", detail))]
         answer, effects = deployment.on_wish(event.wish, now_ms)
         return [*effects, Answer(event.token, answer)]

@@ -23,15 +23,18 @@ from ...proto.messages import (
     Mode,
     NeedWave,
     Phase,
+    RefusalReason,
+    Register,
     Start,
     Started,
     WaveComplete,
     cut,
 )
-from .events import Level
+from .events import Level, Send
 from .holds import AWAKE
 from .members import NEVER_MS, MemberRecord, choose_exchange
 from .regrouping import Regrouping
+from .replies import refused
 from .specs import DeploymentSpec, FleetSpec
 from .waiting import names, stall_text, stalled
 
@@ -102,6 +105,21 @@ class Lockstep(Regrouping):
         if self.phase is not Phase.GATHERING and record.rank in self.members.places:
             self._break(record.rank, f"rank {record.rank} {reason}", now_ms)
 
+    def _register(self, peer: bytes, register: Register, now_ms: int) -> None:
+        record = self.members.get(register.rank)
+        if record is not None and record.incarnation != register.incarnation and self._is_placed(record):
+            if 0 < record.at.epoch < register.at.epoch:  # it was in a later group, in the other one's place
+                self._fence(record, register.at.epoch, now_ms)
+        super()._register(peer, register, now_ms)
+
+    def _fence(self, record: MemberRecord, epoch: int, now_ms: int) -> None:
+        """A zombie that was here first: a coordinator before us had given it up, and its place to another life."""
+        detail = (
+            f"rank {record.rank} was another life when epoch {epoch} was formed; you are of epoch {record.at.epoch}"
+        )
+        self._out.append(Send(record.peer, refused(record.register, self.term, RefusalReason.FENCED, detail)))
+        self._lose(record, detail, now_ms)
+
     def _seq_before_joining(self) -> int:
         """A rank that comes back from silence may still sit in the broken exchange: it must hear of the fault."""
         return self._phase_seq - 1 if self.phase is Phase.FAULTED else self.seq
@@ -146,7 +164,7 @@ class Lockstep(Regrouping):
         self._learn_places()
         self._learn_hold(now_ms)
         if self.members.full and all(map(self._is_placed, self.members.group())):
-            return self._adopt(now_ms) or self._form(now_ms, "all ranks are registered")
+            return self._fence_zombies(now_ms) or self._adopt(now_ms) or self._form(now_ms, "all ranks are registered")
         if now_ms >= self._orphans_due_ms():
             orphans, missing = self._orphans(), self.members.missing()
             waited_ms = now_ms - min(record.joined_ms for record in orphans)
@@ -166,6 +184,20 @@ class Lockstep(Regrouping):
             if places != self.members.places and max(places) < self.spec.dp_size:
                 self.members.move(places)
 
+    def _fence_zombies(self, now_ms: int) -> bool:
+        """Turn out who is here in the place of another life of its rank, as the members of the newest group know."""
+        members = self.members.group()
+        epoch = max(record.at.epoch for record in members)
+        zombies = [
+            after
+            for record, after in zip(members, members[1:] + members[:1], strict=True)
+            if record.at.epoch == epoch and 0 < after.at.epoch < epoch
+            if record.register.group_next not in ("", after.incarnation)
+        ]
+        for record in zombies:
+            self._fence(record, epoch, now_ms)
+        return bool(zombies)
+
     def _orphans_due_ms(self) -> int:
         """Until when the rest of a group that was there before us may come back, if some of it has and some has not."""
         joined = [record.joined_ms for record in self._orphans()] if self.members.missing() else []
@@ -179,12 +211,15 @@ class Lockstep(Regrouping):
         """After a restart: all ranks are there and belong to one group, so nothing has to be formed."""
         members = self.members.group()
         groups = {record.register.group for record in members}
+        if any(record.at.epoch < self.epoch for record in members) or max(r.at.wave for r in members) < self.wave:
+            return False  # of this very term, and given up since
         if len(groups) != 1 or "" in groups or any(record.at.mode not in _FORMED_MODES for record in members):
             return False
         places = [record.at for record in members]
         self.group = groups.pop()
         self.epoch = places[0].epoch
         self.wave = max(at.wave for at in places)
+        self._wave_broken = False
         self.exchange = choose_exchange(self.spec, [record.register for record in members])[0]
         self.exchange_reason = "kept: the ranks were already formed when this coordinator began"
         self._enter(Phase.IDLE, now_ms, f"adopted epoch {self.epoch} at wave {self.wave}")
@@ -224,8 +259,8 @@ class Lockstep(Regrouping):
             self._enter(Phase.IDLE, now_ms, f"epoch {self.epoch} is formed at wave {self.wave}")
             return True
         waited_ms = now_ms - self.phase_since_ms
-        busy_until_ms = max((self.members.busy_until_ms(rank) for rank in self._not_formed()), default=0)
-        if not self._form_failed and waited_ms >= self.timing.form_timeout_ms and now_ms >= busy_until_ms:
+        busy = now_ms < self.members.busy_until_ms(self._not_formed())
+        if not self._form_failed and waited_ms >= self.timing.form_timeout_ms and not busy:
             self._form_failed = f"rank {names(self._not_formed())} did not form within {waited_ms} ms"
         if not self._form_failed:
             return False
@@ -314,8 +349,8 @@ class Lockstep(Regrouping):
 
     def _patience_ends_ms(self, timeout_ms: int) -> int:
         """When this phase has taken too long; announced long operations extend it."""
-        busy = (self.members.busy_until_ms(record.rank) for record in self.members)
-        return max(self.phase_since_ms + timeout_ms, *busy)
+        everybody = [record.rank for record in self.members]
+        return max(self.phase_since_ms + timeout_ms, self.members.busy_until_ms(everybody))
 
     def ready(self, now_ms: int) -> bool:
         """Whether requests can be served: formed, not broken or held, and nobody keeps a running wave waiting."""

@@ -23,8 +23,8 @@ from ...proto.messages import (
     Refused,
     Register,
     WaveComplete,
-    cut,
 )
+from .replies import refused
 from .specs import DeploymentSpec
 
 FENCED_MAX = 1024
@@ -137,16 +137,7 @@ class Members:
             verdict = judge(register, now_ms)
             if verdict is not None:
                 reason, detail, mismatches = verdict
-                return Refused(
-                    deployment=register.deployment,
-                    rank=register.rank,
-                    incarnation=register.incarnation,
-                    term=term,
-                    reason=reason,
-                    detail=cut(detail),
-                    mismatches=mismatches,
-                    retry=reason is RefusalReason.DUPLICATE_RANK,
-                )
+                return refused(register, term, reason, detail, mismatches)
         return None
 
     def accept(self, register: Register, peer: bytes, term: int, seq: int, now_ms: int) -> MemberRecord:
@@ -247,10 +238,9 @@ class Members:
             (record, f"silent for {now_ms - record.heard_ms} ms") for record in self if deadlines[record.rank] <= now_ms
         ]
 
-    def busy_until_ms(self, rank: int) -> int:
-        """Until when this rank has announced to be busy; 0 if it has not."""
-        record = self._by_rank.get(rank)
-        return record.busy_until_ms if record is not None else 0
+    def busy_until_ms(self, ranks: list[int]) -> int:
+        """Until when the last of these ranks has announced to be busy; 0 if none has."""
+        return max((self._by_rank[rank].busy_until_ms for rank in ranks if rank in self._by_rank), default=0)
 
     def totals(self) -> Counters:
         """What all ranks have done, those that are gone included, so that no total ever goes back."""

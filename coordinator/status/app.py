@@ -27,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from ..core.replies import no_such_deployment
 from ..core.view import DeploymentView
 from . import metrics, page
 from .answers import HEADERS, json_answer, problem
@@ -62,7 +63,7 @@ class UnknownDeploymentError(Exception):
         super().__init__(name, known)
 
     def __str__(self) -> str:
-        return f"there is no deployment {self.name!r}; there is {', '.join(self.known)}"
+        return no_such_deployment(self.name, self.known)
 
 
 def make_app(source: StatusSource, operator: Operator | None = None) -> Starlette:

@@ -1,5 +1,7 @@
 """Stories of a new term: a coordinator that knows nothing takes everything from the ranks, and breaks nothing."""
 
+from typing import Any
+
 import pytest
 
 from wavekeeper.coordinator.core import Effect
@@ -7,7 +9,7 @@ from wavekeeper.proto import messages as m
 from wavekeeper.proto.messages import Mode, Phase
 
 from .cluster import Cluster, formed_cluster
-from .stories import Stage, moe, sent
+from .stories import TIMING, Puppet, Stage, moe, sent
 
 
 def returning(stage: Stage, places: list[tuple[Mode, int]], *, has_work: bool = False) -> list[Effect]:
@@ -105,6 +107,66 @@ def test_a_copy_of_an_old_registration_that_comes_first_to_a_new_coordinator_for
     assert cluster.waves() == [(Mode.IDLE, 1)] * 2
     assert cluster.lockstep.epoch == 1
     assert not [each for each in cluster.said if isinstance(each, m.Form) and each.term > 1]
+
+
+def stands(rank: Puppet, epoch: int, mode: Mode = Mode.IDLE, **register: Any) -> Puppet:
+    """A rank of the group of this epoch, which a coordinator before us had formed."""
+    rank.register.update(group=f"group-{epoch}", group_ranks=[0, 1], **register)
+    return rank.move(mode=mode, term=1, epoch=epoch, wave=3)
+
+
+def test_a_zombie_that_comes_first_to_a_new_coordinator_is_known_by_the_newest_group() -> None:
+    """Found by seed 11090: replaced, and let go on just when a new coordinator began; its successor was refused."""
+    stage = Stage(moe(2), term=2)
+    zombie, successor = stage.ranks[1], Puppet(1, stage.spec, life=1)
+    stage.join(stands(zombie, 1, Mode.RUNNING))
+    (again,) = sent(stage.tell(stands(successor, 2).says(m.Heartbeat)), m.RegisterAgain)
+    assert again.incarnation == successor.incarnation, "who it is must be judged first"
+
+    effects = stage.join(stands(stage.ranks[0], 2, group_next=successor.incarnation))
+    (refused,) = sent(effects, m.Refused)
+    assert (refused.incarnation, refused.reason, refused.retry) == (zombie.incarnation, m.RefusalReason.FENCED, False)
+    assert refused.detail == "rank 1 was another life when epoch 2 was formed; you are of epoch 1"
+    stage.join(successor)
+    assert stage.place == (Phase.IDLE, 2, 3), "the group is whole, and adopted"
+
+
+def test_a_life_that_was_in_a_later_group_takes_the_place_of_a_zombie() -> None:
+    stage = Stage(moe(2), term=2)
+    stage.join(stands(stage.ranks[1], 1))
+    effects = stage.join(stands(Puppet(1, stage.spec, life=1), 2))
+
+    (refused,) = sent(effects, m.Refused)
+    assert refused.incarnation == stage.ranks[1].incarnation and refused.reason is m.RefusalReason.FENCED
+    assert [record.incarnation for record in stage.deployment.members] == ["0000000200000001"]
+
+
+def test_a_rank_that_never_heard_of_the_last_group_is_no_zombie() -> None:
+    stage = Stage(moe(2), term=2)
+    stage.join(stands(stage.ranks[0], 2, group_next=stage.ranks[1].incarnation))
+    effects = stage.join(stands(stage.ranks[1], 1))
+
+    assert not sent(effects, m.Refused)
+    assert {form.epoch for form in sent(effects, m.Form)} == {3}
+
+
+def test_what_this_very_term_has_left_behind_is_not_adopted() -> None:
+    """Found by seed 10916: the successor left, and its zombie's group of an earlier epoch was taken for the present."""
+    stage = Stage(moe(2))
+    stage.form()
+    zombies = stage.ranks
+    stage.live(TIMING.dead_after_ms, zombies[0])  # rank 1 is silent for too long
+    stage.tell(zombies[0].says(m.Leave))
+    assert stage.place == (Phase.GATHERING, 1, 0)
+    stage.ranks = [Puppet(rank, stage.spec, life=1) for rank in range(2)]
+    stage.form()
+    stage.tell(*(rank.says(m.Leave) for rank in stage.ranks))
+    assert stage.place == (Phase.GATHERING, 2, 0)
+
+    for rank in zombies:
+        rank.register["group"] = "g"
+        effects = stage.join(rank)
+    assert {form.epoch for form in sent(effects, m.Form)} == {3}
 
 
 def test_a_coordinator_that_dies_in_a_wave_does_not_disturb_it() -> None:

@@ -88,8 +88,7 @@ def first(ranks: int, budget: Budget) -> State:
     return state
 
 
-# --- what happens
-# ------------------------------------------------------------------------------------------------------
+# --- what happens ----------------------------------------------------------------------------------------------------
 
 
 Action = Callable[[State], None]
@@ -351,8 +350,7 @@ def forget_rows(state: State) -> None:
             del state.rows[group, count]
 
 
-# --- effects
-# -----------------------------------------------------------------------------------------------------------
+# --- effects ---------------------------------------------------------------------------------------------------------
 
 
 def rank_does(state: State, index: int, effects: list[events.Effect]) -> None:
@@ -420,8 +418,7 @@ def published_running(state: State, update: Update) -> None:
         assert begun, f"wave {update.wave} was published as running, but {who} has not begun it"
 
 
-# --- the search
-# --------------------------------------------------------------------------------------------------------
+# --- the search ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -512,8 +509,7 @@ def _story(parents: list[tuple[int, str]], number: int) -> list[str]:
     return story[::-1]
 
 
-# --- the command line
-# --------------------------------------------------------------------------------------------------
+# --- the command line ------------------------------------------------------------------------------------------------
 
 
 def one(system: tuple[int, Budget, int]) -> tuple[tuple[int, Budget, int], Result]:

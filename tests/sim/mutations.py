@@ -20,14 +20,16 @@ from wavekeeper.coordinator.core.fleet import Fleet
 from wavekeeper.coordinator.core.holding import Holding
 from wavekeeper.coordinator.core.lockstep import Lockstep
 from wavekeeper.coordinator.core.members import Members
+from wavekeeper.coordinator.core.regrouping import Regrouping
 from wavekeeper.worker_agent.core import RankCore
 from wavekeeper.worker_agent.front_end_core import FrontEndCore
 from wavekeeper.worker_agent.stepper import Stepper
 from wavekeeper.worker_agent.voice import Voice
 
 from .explore import explore
-from .scenario import draw, play
+from .scenario import Arrival, Scenario, Trouble, What, draw, play
 from .system import Budget
+from .world import Weather
 
 SEEDS = 500
 """So many scenarios are tried on each mistake, then the small systems."""
@@ -56,11 +58,21 @@ class Mutation:
     new: str
     also: tuple[tuple[type, str, str, str], ...] = ()
     """Further replacements, where one defence behind another hides the mistake."""
+    story: Scenario | None = None
+    """Played first: what rarely comes about by chance."""
 
     @property
     def changes(self) -> tuple[tuple[type, str, str, str], ...]:
         return ((self.owner, self.method, self.old, self.new), *self.also)
 
+
+def story(moe: int, *troubles: Trouble, arrivals: tuple[tuple[int, int], ...] = ((3_000, 6),)) -> Scenario:
+    """In the best weather: what goes wrong, and when a request of how many steps comes to the lockstep deployment."""
+    requests = tuple(Arrival(at_ms, "moe", steps) for at_ms, steps in arrivals)
+    return Scenario(0, moe, 0, 1, Weather(), False, requests, troubles)
+
+
+CUT_OFF_AND_SHRUNK = story(3, Trouble(What.CUT, 1_733, 3_000, "moe", 1), Trouble(What.SHRINK, 2_923, 1_700, "moe", 2))
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -250,6 +262,95 @@ MUTATIONS: tuple[Mutation, ...] = (
         "elif not isinstance(message, Leave):",
         "elif False:",
     ),
+    Mutation(
+        "a registration is believed",
+        "a late copy of an old registration stands for where its rank is now",
+        Commanded,
+        "_is_placed",
+        "return record.at.term == self.term",
+        "return True",
+        ((RankCore, "_apply_form", "if ours and (", "if False and ("),),
+        story=story(
+            2,
+            Trouble(What.LATE_REGISTER, 2_000, 3, "moe", 0),
+            Trouble(What.RESTART, 2_000, 1),
+            arrivals=((500, 6), (3_000, 6)),
+        ),
+    ),
+    Mutation(
+        "a welcome to the past is believed",
+        "a rank obeys a new coordinator that knows where it stood long ago",
+        RankCore,
+        "_welcome",
+        "if message.answers < self._attempt or (self.registered and message.term > self.term):",
+        "if False:",
+        story=story(
+            2,
+            Trouble(What.LATE_REGISTER, 2_000, 3, "moe", 0),
+            Trouble(What.RESTART, 2_000, 1),
+            arrivals=((1_900, 200),),
+        ),
+    ),
+    Mutation(
+        "a spare is not told",
+        "a rank that returns to a group without it sits in its old exchange for ever",
+        Regrouping,
+        "_is_left_out",
+        "return grouped and record.rank not in self.members.places",
+        "return False",
+        story=CUT_OFF_AND_SHRUNK,
+    ),
+    Mutation(
+        "a resume that meets a fault is forgotten",
+        "the next group is held, and nobody knows why",
+        Lockstep,
+        "_break",
+        "if self.phase is Phase.RESUMING:",
+        "if False:",
+        story=story(3, Trouble(What.FREEZE, 869, 3_000, "moe", 0), Trouble(What.SCALE, 1_993, 300, "moe", 1)),
+    ),
+    Mutation(
+        "the hold of a scaling outlives its coordinator",
+        "a deployment is held for a change of ranks that nobody makes any more",
+        Lockstep,
+        "_adopt",
+        "if self.operation is not None and self.operation.over:",
+        "if False:",
+        story=story(3, Trouble(What.SCALE, 1_000, 1, "moe", 1), Trouble(What.RESTART, 1_020, 300)),
+    ),
+    Mutation(
+        "a zombie that comes first stays",
+        "a new coordinator turns away the life that it had been replaced by",
+        Lockstep,
+        "_fence_zombies",
+        "return bool(zombies)",
+        "return False",
+        ((Deployment, "_from_stranger", "is not None and self.members.is_fenced(message):", "is not None:"),),
+        story=story(
+            2,
+            Trouble(What.ZOMBIE, 1_000, 1_000, "moe", 1),
+            Trouble(What.CUT, 3_400, 300, "moe", 1),
+            Trouble(What.RESTART, 3_450, 40),
+        ),
+    ),
+    Mutation(
+        "a group that was given up is adopted",
+        "what a zombie brings back is taken for the present",
+        Lockstep,
+        "_adopt",
+        "if any(record.at.epoch < self.epoch for record in members) or max(r.at.wave for r in members) < self.wave:",
+        "if False:",
+        story=story(1, Trouble(What.ZOMBIE, 1_000, 1_700, "moe", 0), Trouble(What.LEAVE, 4_100, 2_000, "moe", 0)),
+    ),
+    Mutation(
+        "a spare keeps what it holds",
+        "a request that reached a rank on its way out of the group waits there for ever",
+        RankCore,
+        "take_hook",
+        "if hook is Hook.SPARE:",
+        "if hook is Hook.SPARE:\n        return None\n    if False:",
+        story=CUT_OFF_AND_SHRUNK,
+    ),
 )
 
 
@@ -291,6 +392,9 @@ def hunt(mutation: Mutation) -> Catch:
 
 def _hunt(mutation: Mutation) -> Catch:
     with applied(mutation):
+        if mutation.story is not None:
+            failure = play(mutation.story).failure
+            return Catch(mutation.name, "its story" if failure else "", failure.splitlines()[0] if failure else "")
         for seed in range(SEEDS):
             failure = play(draw(seed)).failure
             if failure:

@@ -63,7 +63,10 @@ class What(StrEnum):
 _OF_COORDINATOR = (What.RESTART, What.PAUSE, What.COORDINATOR_CLOCK)
 _OF_FRONT_ENDS = (What.FRONT_END, What.DEAF)
 _OF_OPERATORS = (What.HOLD, What.SCALE)
-_HARMLESS = (*_OF_COORDINATOR, *_OF_FRONT_ENDS, *_OF_OPERATORS, What.STEP, What.BUSY, What.SLOW)
+_HARMLESS = (
+    *(*_OF_COORDINATOR, *_OF_FRONT_ENDS, *_OF_OPERATORS),
+    *(What.STEP, What.BUSY, What.SLOW, What.LATE_REGISTER),
+)
 """Nothing of this may break a running wave."""
 
 
@@ -394,8 +397,7 @@ def _replace(world: World, spec: DeploymentSpec, life: Rank) -> None:
         world.start_rank(spec, life.rank)
 
 
-# --- shrinking
-# ---------------------------------------------------------------------------------------------------------
+# --- shrinking -------------------------------------------------------------------------------------------------------
 
 
 def shrink(scenario: Scenario, limit_s: float = SHRINK_S) -> Scenario:

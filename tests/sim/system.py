@@ -148,8 +148,7 @@ class State:
         return queue[index]
 
 
-# --- copies
-# ------------------------------------------------------------------------------------------------------------
+# --- copies ----------------------------------------------------------------------------------------------------------
 
 _ATOMS: set[type] = {int, str, bool, float, bytes, type(None), tuple, Half}
 _SLOTS: dict[type, Callable[[Any], Any]] = {}
@@ -184,8 +183,7 @@ def fork(value: Any, twins: dict[int, Any]) -> Any:
     return twin
 
 
-# --- keys
-# --------------------------------------------------------------------------------------------------------------
+# --- keys ------------------------------------------------------------------------------------------------------------
 
 _DECIDES_NOTHING: Mapping[type, frozenset[str]] = {
     Lockstep: frozenset(
@@ -253,7 +251,7 @@ def _place(at: At) -> tuple[object, ...]:
 
 
 def _registered(register: Register) -> tuple[object, ...]:
-    return register.group, register.group_ranks, register.hold, register.resumed
+    return register.group, register.group_ranks, register.group_next, register.hold, register.resumed
 
 
 def _message_key(message: Message) -> tuple[object, ...]:
@@ -322,8 +320,7 @@ def _steps(state: State) -> list[int]:
     return [step - least if step >= 0 else -1 for step in steps]
 
 
-# --- beginnings
-# --------------------------------------------------------------------------------------------------------
+# --- beginnings ------------------------------------------------------------------------------------------------------
 
 
 def spec_of(ranks: int, term: int) -> FleetSpec:

@@ -31,6 +31,7 @@ from wavekeeper.proto.messages import (
     Mode,
     Phase,
     Pulse,
+    RefusalReason,
     Snapshot,
     Start,
     Update,
@@ -379,11 +380,14 @@ class World:
         assert not held, f"{rank.name} runs its model, and {rank.spec.name} is published as held"
 
     def refused(self, rank: Rank) -> None:
-        """A process that is refused for good ends; only one whose place was taken may be."""
+        """A process that is refused for good ends; only one whose place was taken may be, and another is started."""
         refusal = rank.core.refused
-        assert rank in self.former[rank.spec.name], (
-            f"{rank.name} is the newest life of its rank, and refused: {refusal}"
-        )
+        others = [life for life in self.former[rank.spec.name] if life.rank == rank.rank and life is not rank]
+        newest = self.ranks[rank.spec.name][rank.rank] is rank
+        fenced = refusal is not None and refusal.reason is RefusalReason.FENCED
+        assert not newest or (fenced and others), f"{rank.name} is the only life of its rank, and refused: {refusal}"
+        if rank.alive and newest:  # an older life has come back while this one was given up
+            self.plan(200, partial(self.start_rank, rank.spec, rank.rank))
         rank.crash()
 
     def check_waves(self) -> None:
