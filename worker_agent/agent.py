@@ -100,7 +100,7 @@ class RankAgent(Stepping):
             serve: Where front-ends send requests to this rank; opaque to the coordinator.
             advertise_host: Address by which the other ranks reach this one; found by itself when empty.
             attributes: For display: node, local rank, pid, engine.
-            hooks: What the engine does around an operator's hold.
+            hooks: What the engine does around an operator's hold or scaling, and when a rank is lost.
             on_coordinator_loss: What `wait` does when the coordinator has been silent for `dead_after_ms`.
         """
         settings = settings or PlanSettings()
@@ -121,9 +121,10 @@ class RankAgent(Stepping):
             attributes=attributes or {},
         )
         core = RankCore(identity, Random(), monotonic_ms())
-        control = Control(core, Link(endpoint, identity.incarnation), builder)
+        hooks = hooks or EngineHooks()
+        control = Control(core, Link(endpoint, identity.incarnation), builder, hooks)
         control.start()
-        return cls(control, builder, settings, rank, dp_size, hooks or EngineHooks(), on_coordinator_loss)
+        return cls(control, builder, settings, rank, dp_size, hooks, on_coordinator_loss)
 
     @classmethod
     def offline(

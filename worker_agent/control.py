@@ -16,6 +16,7 @@ from .client import Link
 from .core import RankCore
 from .errors import ExchangeError
 from .events import (
+    Alarm,
     Build,
     BuildFailed,
     Built,
@@ -25,6 +26,7 @@ from .events import (
     Event,
     Interrupt,
     LoadChanged,
+    LostRank,
     Note,
     Received,
     Send,
@@ -33,6 +35,7 @@ from .events import (
 )
 from .exchange.base import Exchange
 from .forming import Builder
+from .hooks import EngineHooks, raise_alarm
 
 log = logging.getLogger("wavekeeper.agent")
 
@@ -48,7 +51,7 @@ def monotonic_ms() -> int:
 class Control:
     """Runs a `RankCore` against a real coordinator."""
 
-    def __init__(self, core: RankCore, link: Link, builder: Builder) -> None:
+    def __init__(self, core: RankCore, link: Link, builder: Builder, hooks: EngineHooks) -> None:
         self.core = core
         self.changed = threading.Condition()
         """Held around every use of the core; notified when a waiter should look again."""
@@ -59,6 +62,8 @@ class Control:
         """What ended the control thread, if it was a bug."""
         self._link = link
         self._builder = builder
+        self._hooks = hooks
+        self._alarms: list[LostRank] = []
         self._outbox: deque[Send] = deque()
         self._sleeps_until_ms = 0
         """Until when the control thread waits for messages; 0 while it is awake."""
@@ -104,6 +109,8 @@ class Control:
                     threading.Thread(target=self._form, args=(effect,), name=name, daemon=True).start()
                 case Interrupt():
                     self._give_up_exchange()
+                case Alarm(lost=lost):
+                    self._alarms.append(lost)
                 case Note(text=text):
                     identity = self.core.identity
                     log.info("%s rank %d: %s", identity.deployment, identity.rank, text)
@@ -138,8 +145,11 @@ class Control:
             for event in [*events, Tick()]:
                 self.perform(self.core.handle(event, monotonic_ms()))
             closed = self.core.closed
-            outgoing = list(self._outbox)
+            outgoing, alarms = list(self._outbox), self._alarms
             self._outbox.clear()
+            self._alarms = []
+        for lost in alarms:
+            raise_alarm(self._hooks, lost)
         for send in outgoing:
             self._link.send(send.message)
         return closed

@@ -43,6 +43,7 @@ from ..proto.messages import (
 )
 from ..proto.rows import Position, Row
 from .events import (
+    Alarm,
     Build,
     BuildFailed,
     Built,
@@ -395,7 +396,7 @@ class RankCore(Voice):
     def _lose(self, lost: int | None, reason: str) -> None:
         """The engine is in a wave of a broken group: get it out; it will be told at its next call."""
         self.lost = LostRank(lost, self.stepper.wave, self.stepper.step + self.stepper.inside, reason)
-        self._out += [Interrupt(), Wake()]
+        self._out += [Interrupt(), Alarm(self.lost), Wake()]
 
     def _halt(self, reason: str, lost: int | None) -> None:
         """The engine has left: nothing of ours is in the old exchange any more."""

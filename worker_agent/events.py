@@ -101,6 +101,12 @@ class Interrupt(msgspec.Struct, frozen=True):
     """Interrupt and give up the present exchange, whatever goes on in it."""
 
 
+class Alarm(msgspec.Struct, frozen=True):
+    """The engine may sit in a collective of its own that nobody will complete: call `EngineHooks.rank_lost`."""
+
+    lost: "LostRank"
+
+
 class Wake(msgspec.Struct, frozen=True):
     """Whoever waits on this rank's state should look again."""
 
@@ -111,7 +117,7 @@ class Note(msgspec.Struct, frozen=True):
     text: str
 
 
-Effect = Send | Build | Interrupt | Wake | Note
+Effect = Send | Build | Interrupt | Alarm | Wake | Note
 
 
 class Hook(StrEnum):

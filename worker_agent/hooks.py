@@ -1,9 +1,14 @@
-"""What an engine does when an operator holds or scales its deployment. All are called on the engine's own thread, from
-inside `RankAgent.wait`.
+"""What an engine does when an operator holds or scales its deployment, or a rank is lost.
+
+All but `rank_lost` are called on the engine's own thread, from inside `RankAgent.wait`.
 """
 
+import logging
+
 from ..proto.messages import HoldMode, HoldOrder
-from .events import Hook
+from .events import Hook, LostRank
+
+log = logging.getLogger("wavekeeper.agent")
 
 
 class EngineHooks:
@@ -31,6 +36,14 @@ class EngineHooks:
         if more come. A later scaling may take the rank back in.
         """
 
+    def rank_lost(self, rank: int | None, reason: str) -> None:
+        """The group of a running wave is broken. Called on the agent's control thread, at once and without its lock.
+
+        The exchange is interrupted anyway, and the engine's thread gets `RankLostError` from its next call of the
+        agent. Only what it may wait in by itself is left to do here: abort the engine's own collectives
+        (`ProcessGroup.abort` of an NCCL group), or they end no sooner than at their own time-out. Must not block.
+        """
+
 
 def call_hook(hooks: EngineHooks, hook: Hook, hold: HoldOrder | None) -> None:
     """Call the one that is due; a hold that has been ended meanwhile is not told."""
@@ -44,3 +57,11 @@ def call_hook(hooks: EngineHooks, hook: Hook, hold: HoldOrder | None) -> None:
             hooks.resume()
         case Hook.SPARE:
             hooks.spare()
+
+
+def raise_alarm(hooks: EngineHooks, lost: LostRank) -> None:
+    """Call `rank_lost`; what goes wrong in it must not end the control thread."""
+    try:
+        hooks.rank_lost(lost.rank, lost.reason)
+    except Exception:
+        log.exception("the engine's hook for a lost rank failed")

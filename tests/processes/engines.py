@@ -71,12 +71,16 @@ class CountingEngine:
         if not plan.over:
             self.operations.append((plan.epoch, plan.wave, plan.step))
         if plan.runs_forward:
-            time.sleep(self.step_s)  # the model
+            self.model()
             if self.agent.role(plan) is Role.REAL:
                 with self.lock:
                     self.work -= 1
                     self.done += 1
         self.agent.report_load(Load(running=self.work))
+
+    def model(self) -> None:
+        """A forward pass."""
+        time.sleep(self.step_s)
 
     def close(self) -> None:
         self.agent.close()

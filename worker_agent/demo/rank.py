@@ -39,7 +39,7 @@ from ..errors import NotReadyError, RegistrationRefusedError
 from ..hooks import EngineHooks
 from ..plan import Plan, PlanSettings
 from .engine import Engine
-from .model import DenseDecoder, GlooAllToAll, LocalAllToAll, ModelConfig, MoeDecoder
+from .model import AllToAll, DenseDecoder, GlooAllToAll, LocalAllToAll, ModelConfig, MoeDecoder
 from .wire import RequestServer
 
 log = logging.getLogger(__name__)
@@ -79,20 +79,24 @@ class ExpertGroup:
         self._timeout = timedelta(seconds=timeout_s)
         self._server = self._connect(listen_fd) if rank == 0 else None
 
-    def build(self, plan: Plan) -> GlooAllToAll:
-        """Leave the old group and meet the other ranks in a new one; all call it with the same plan.
+    def build(self, plan: Plan, place: int) -> AllToAll:
+        """Leave the old group and meet the other ranks of the plan in a new one; all of them call it, each with its
+        own place.
 
         Raises:
             RuntimeError: A rank did not come in time (torch says which part failed).
         """
         self.leave()
+        size = len(plan.num_tokens_across_dp)
+        if size == 1:
+            return LocalAllToAll()
         store = self._server or self._connect(None)
         name = f"experts/{plan.epoch}.{plan.wave}.{plan.step}"
         dist.init_process_group(
             "gloo",
             store=PrefixStore(name, store),
-            rank=self._rank,
-            world_size=self._dp_size,
+            rank=place,
+            world_size=size,
             timeout=self._timeout,
         )
         group = dist.group.WORLD
@@ -179,7 +183,7 @@ class RankProcess:
             attributes={"pid": str(os.getpid()), "engine": "demo"},
             hooks=hooks,
         )
-        engine = hooks.engine = Engine(model, agent, regroup=self._regroup_of(model))
+        engine = hooks.engine = Engine(model, agent, regroup=self._regroup_of(model, agent))
         try:
             server.start(engine.submit)
             if self._wait_ready(agent):
@@ -205,11 +209,11 @@ class RankProcess:
             )
         return MoeDecoder(config, LocalAllToAll())
 
-    def _regroup_of(self, model: DenseDecoder) -> Callable[[Plan], None] | None:
+    def _regroup_of(self, model: DenseDecoder, agent: RankAgent) -> Callable[[Plan], None] | None:
         group = self._group
         if group is None or not isinstance(model, MoeDecoder):
             return None
-        return lambda plan: model.join(group.build(plan))
+        return lambda plan: model.join(group.build(plan, agent.group_rank))
 
     def _wait_ready(self, agent: RankAgent) -> bool:
         """Wait for the group; False if we were stopped before."""
