@@ -237,7 +237,7 @@ def generate(epoch):
         fed = tuple(len(p) if step == 0 else 1 for p in prompts)
         plan = Plan(outcome=Outcome.FORWARD, epoch=epoch, wave=1, step=step + 1, num_tokens_across_dp=fed)
         if step in (0, 3):  # also in the middle of it: the caches stay, the group is another
-            model.join(group.build(plan))
+            model.join(group.build(plan, rank))
         if step == task.get("dies"):
             os.kill(os.getpid(), signal.SIGKILL)
         if step == task.get("skip"):
