@@ -44,7 +44,7 @@ clean:  ## remove the environment and everything that was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # pip 25.1 is the first one that knows dependency groups; setuptools 77 the first one that knows our licence field.
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml proto/_rows.c worker_agent/exchange/_shm.c
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) pip install --upgrade 'pip>=25.1' 'setuptools>=77'
 	$(RUN) pip install '$(TORCH)'

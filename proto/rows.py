@@ -17,17 +17,20 @@ CRC-32 of the other fifteen, so that a damaged row is never taken for a plan.
           13-14  words that the engine defines
           15     CRC-32 of words 0-14
 
-No field is derived from another one on the way: what a rank wrote is what the others read.
+No field is derived from another one on the way: what a rank wrote is what the others read. All rows of an exchange are
+checked and counted in C (`_rows.c`), in one pass.
 """
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import msgspec
 
+from ._rows import Fault
+from ._rows import Rows as _Rows
 from .errors import HeaderMismatchError, LocalProtocolError, RowInvalidError
 
 ROW_BYTES = 64
@@ -114,7 +117,18 @@ class Row(msgspec.Struct, frozen=True):
 DUMMY = Row(dummy=True, graph_mode=GraphMode.FULL, can_run_graph=True, wants_microbatch=True)
 """The row of a rank without a batch: it vetoes nothing and counts for nothing."""
 
-_HAS_WORK, _HAS_PREFILL, _CAN_GRAPH, _WANTS_UB, _HOLD, _ERROR, _DUMMY, _CAN_FORWARD = (1 << i for i in range(8))
+
+class Word:
+    """Index of a word."""
+
+    FLAGS, TOKENS, PADDED, REQS, UNIFORM, QUERY, LOGPROB, MODES, FURTHER, ENGINE = range(4, 14)
+    CRC = 15
+
+
+class Flag:
+    """Bits of word 4."""
+
+    HAS_WORK, HAS_PREFILL, CAN_GRAPH, WANTS_MICROBATCH, HOLD, ERROR, DUMMY, CAN_FORWARD = (1 << i for i in range(8))
 
 
 def pack(row: Row, position: Position, rank: int) -> bytes:
@@ -124,16 +138,18 @@ def pack(row: Row, position: Position, rank: int) -> bytes:
         LocalProtocolError: A value has the wrong type or range; the text names the field. Nothing was sent.
     """
     flags = (
-        (_HAS_WORK if row.has_work else 0)
-        | (_HAS_PREFILL if row.has_prefill else 0)
-        | (_CAN_GRAPH if row.can_run_graph else 0)
-        | (_WANTS_UB if row.wants_microbatch else 0)
-        | (_HOLD if row.hold_requested else 0)
-        | (_ERROR if row.local_error else 0)
-        | (_DUMMY if row.dummy else 0)
-        | (_CAN_FORWARD if row.can_forward else 0)
+        (1 if row.has_work else 0)
+        | (2 if row.has_prefill else 0)
+        | (4 if row.can_run_graph else 0)
+        | (8 if row.wants_microbatch else 0)
+        | (16 if row.hold_requested else 0)
+        | (32 if row.local_error else 0)
+        | (64 if row.dummy else 0)
+        | (128 if row.can_forward else 0)
     )
     try:
+        if not _plausible(row):
+            raise TypeError
         body = _PACK.pack(
             ROW_LAYOUT | position.operation << 8 | _signed16(position.substep) << 16,
             position.epoch,
@@ -148,24 +164,45 @@ def pack(row: Row, position: Position, rank: int) -> bytes:
             row.num_tokens_for_logprob,
             row.forward_mode | _signed16(row.substeps) << 16,
             0,
-            row.engine[0],
-            row.engine[1],
+            *row.engine,
         )
-    except (struct.error, TypeError, IndexError):
-        body = None
-    if body is None or not _plausible(row):
-        raise LocalProtocolError(_what_is_wrong(row))
+    except (struct.error, TypeError):
+        raise LocalProtocolError(_what_is_wrong(row)) from None
     return body + _CRC.pack(zlib.crc32(body))
 
 
-def unpack(data: bytes, dp_size: int, mine: bytes, position: Position, rank: int) -> tuple[Row, ...]:
+class Rows(_Rows):
+    """All rows of one exchange, checked. What every step needs of all of them together is counted while they are
+    checked (`_rows.pyi` lists it); a row or a column is decoded when it is asked for.
+    """
+
+    __slots__ = ()
+
+    def __getitem__(self, rank: int) -> Row:
+        return _row(self.words(rank))
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[rank] for rank in range(len(self)))
+
+    def __reduce__(self) -> tuple[type["Rows"], tuple[bytes, bytes, int]]:
+        return Rows, (self.data, self.data[:ROW_BYTES], 0)
+
+    def ranks_with(self, flag: int) -> tuple[int, ...]:
+        """Ranks whose row has this flag."""
+        return tuple(rank for rank, flags in enumerate(self.column(Word.FLAGS)) if flags & flag)
+
+    def ranks_without(self, flag: int) -> tuple[int, ...]:
+        """Ranks whose row has not."""
+        return tuple(rank for rank, flags in enumerate(self.column(Word.FLAGS)) if not flags & flag)
+
+
+def unpack(data: bytes, dp_size: int, mine: bytes, rank: int) -> Rows:
     """Return all rows of one exchange, row index == rank.
 
     Args:
         data: dp_size * 64 bytes, as gathered.
         dp_size: Ranks of the group.
         mine: The 64 bytes that this rank wrote.
-        position: Where this rank stands.
         rank: This rank.
 
     Raises:
@@ -174,72 +211,84 @@ def unpack(data: bytes, dp_size: int, mine: bytes, position: Position, rank: int
     """
     if len(data) != dp_size * ROW_BYTES:
         raise RowInvalidError(rank, rank, "length of the gathered rows", f"{len(data)}, not {dp_size * ROW_BYTES}")
-    rows = [_WORDS.unpack_from(data, owner * ROW_BYTES) for owner in range(dp_size)]
-    for owner, words in enumerate(rows):
-        start = owner * ROW_BYTES
-        if zlib.crc32(data[start : start + ROW_BYTES - 4]) != words[15]:
-            raise RowInvalidError(rank, owner, "checksum", f"{words[15]:#010x}")
-        if (words[4] >> 16) & UINT16_MAX != owner:
-            raise RowInvalidError(rank, owner, "owner", f"rank {(words[4] >> 16) & UINT16_MAX}")
-    if data[rank * ROW_BYTES : (rank + 1) * ROW_BYTES] != mine:
-        raise RowInvalidError(rank, rank, "own row", "not what was written")
-    header = rows[rank][:4]
-    if any(words[:4] != header for words in rows):
-        raise HeaderMismatchError(tuple(_position_text(words) for words in rows))
-    return tuple(_row(words, owner, rank) for owner, words in enumerate(rows))
+    try:
+        return Rows(data, mine, rank)
+    except Fault as fault:
+        raise _invalid(data, rank, *fault.args) from None
 
 
-def _row(words: Sequence[int], owner: int, seen_by: int) -> Row:
-    flags = words[4]
-    dummy = bool(flags & _DUMMY)
-    row = Row(
-        num_tokens=0 if dummy else words[5],
-        num_tokens_padded=words[6],
-        num_reqs=words[7],
-        uniform_token_count=None if words[8] < 0 else words[8],
-        max_query_len=words[9],
-        num_tokens_for_logprob=words[10],
-        forward_mode=words[11] & UINT16_MAX,
-        substeps=(words[11] >> 16) & UINT16_MAX,
-        graph_mode=_GRAPH_MODES.get((flags >> 8) & 0xFF, GraphMode.NONE),
-        has_work=bool(flags & _HAS_WORK),
-        has_prefill=bool(flags & _HAS_PREFILL),
-        can_run_graph=bool(flags & _CAN_GRAPH),
-        wants_microbatch=bool(flags & _WANTS_UB),
-        hold_requested=bool(flags & _HOLD),
-        local_error=bool(flags & _ERROR),
+def gathered(rows: Sequence[Row], position: Position) -> Rows:
+    """What a perfect exchange makes of these rows.
+
+    Raises:
+        LocalProtocolError: See `pack`.
+    """
+    packed = [pack(row, position, rank) for rank, row in enumerate(rows)]
+    return Rows(b"".join(packed), packed[0], 0)
+
+
+def _invalid(data: bytes, seen_by: int, kind: str, owner: int) -> RowInvalidError | HeaderMismatchError:
+    """What the C side has found, in words."""
+    if kind == "header":
+        return HeaderMismatchError(tuple(_position_text(words) for words in _WORDS.iter_unpack(data)))
+    words = _WORDS.unpack_from(data, owner * ROW_BYTES)
+    found = {
+        "checksum": f"{words[Word.CRC]:#010x}",
+        "owner": f"rank {(words[Word.FLAGS] >> 16) & UINT16_MAX}",
+        "own row": "not what was written",
+        "body": repr(words[Word.FLAGS : Word.CRC]),
+    }
+    return RowInvalidError(seen_by, owner, kind, found[kind])
+
+
+def _row(words: Sequence[int]) -> Row:
+    flags = words[Word.FLAGS]
+    dummy = bool(flags & Flag.DUMMY)
+    return Row(
+        num_tokens=0 if dummy else words[Word.TOKENS],
+        num_tokens_padded=words[Word.PADDED],
+        num_reqs=words[Word.REQS],
+        uniform_token_count=None if words[Word.UNIFORM] < 0 else words[Word.UNIFORM],
+        max_query_len=words[Word.QUERY],
+        num_tokens_for_logprob=words[Word.LOGPROB],
+        forward_mode=words[Word.MODES] & UINT16_MAX,
+        substeps=(words[Word.MODES] >> 16) & UINT16_MAX,
+        graph_mode=_GRAPH_MODES[(flags >> 8) & 0xFF],
+        has_work=bool(flags & Flag.HAS_WORK),
+        has_prefill=bool(flags & Flag.HAS_PREFILL),
+        can_run_graph=bool(flags & Flag.CAN_GRAPH),
+        wants_microbatch=bool(flags & Flag.WANTS_MICROBATCH),
+        hold_requested=bool(flags & Flag.HOLD),
+        local_error=bool(flags & Flag.ERROR),
         dummy=dummy,
-        can_forward=bool(flags & _CAN_FORWARD),
-        engine=(words[13], words[14]),
+        can_forward=bool(flags & Flag.CAN_FORWARD),
+        engine=(words[Word.ENGINE], words[Word.ENGINE + 1]),
     )
-    if dummy != (words[5] == SENTINEL_TOKENS) or not _plausible(row) or (flags >> 8) & 0xFF not in _GRAPH_MODES:
-        raise RowInvalidError(seen_by, owner, "body", repr(tuple(words[4:15])))
-    return row
 
 
 _GRAPH_MODES = {mode.value: mode for mode in GraphMode}
 
 
 def _plausible(row: Row) -> bool:
-    """Whether every count is one; floats and booleans in a count's place are not."""
-    uniform = row.uniform_token_count
-    counts = (
-        row.num_tokens,
-        row.num_tokens_padded,
-        row.num_reqs,
-        row.max_query_len,
+    """Whether every count is one; floats and booleans in a count's place are not. Written to be quick: every step asks.
+
+    Raises:
+        TypeError: A value that is no number at all.
+    """
+    tokens, padded, reqs, query = row.num_tokens, row.num_tokens_padded, row.num_reqs, row.max_query_len
+    logprob, mode, substeps, uniform = (
         row.num_tokens_for_logprob,
         row.forward_mode,
         row.substeps,
-        0 if uniform is None else uniform,
+        row.uniform_token_count or 0,
     )
     return (
-        all(type(count) is int for count in counts)
-        and min(counts) >= 0
-        and (row.num_tokens_padded == 0 or row.num_tokens_padded >= row.num_tokens)
-        and max(row.forward_mode, row.substeps) <= UINT16_MAX
-        and row.graph_mode in _GRAPH_MODES
-        and len(row.engine) == 2
+        (tokens | padded | reqs | query | logprob | uniform) >> 31 == 0  # none is negative, none is too large
+        and (mode | substeps) >> 16 == 0
+        and type(tokens) is type(padded) is type(reqs) is type(query) is int
+        and type(logprob) is type(mode) is type(substeps) is type(uniform) is int
+        and (padded == 0 or padded >= tokens)
+        and 0 <= row.graph_mode <= GraphMode.FULL
     )
 
 

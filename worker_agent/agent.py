@@ -10,7 +10,7 @@
             plan = turn.step(row_of(batch))   # the one exchange of this step
         if plan.runs_forward:
             with agent.forward(plan):
-                run(batch, plan)              # a dummy where plan.roles[rank] says so
+                run(batch, plan)              # a dummy where agent.role(plan) says so
 
 One thread drives the loop; `notify_work`, `report_load` and `close` may come from any thread.
 """
@@ -213,7 +213,7 @@ class RankAgent(Stepping):
 
     def role(self, plan: Plan) -> Role:
         """What this rank runs in the step of `plan`."""
-        return plan.roles[self.group_rank] if plan.roles else Role.NONE
+        return plan.role(self.group_rank)
 
     # --- from any thread ---------------------------------------------------------------------------------------------
 

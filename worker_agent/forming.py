@@ -73,7 +73,7 @@ class Builder:
         position = Position(Operation.PREFLIGHT, group.epoch, wave, 0)
         mine = pack(DUMMY, position, group.rank)
         try:
-            unpack(exchange.gather(mine, timeout_ms=timeout_ms), group.dp_size, mine, position, group.rank)
+            unpack(exchange.gather(mine, timeout_ms=timeout_ms), group.dp_size, mine, group.rank)
         except Exception:
             exchange.close()
             raise

@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from ..proto.messages import Setting
-from ..proto.rows import ROW_LAYOUT, GraphMode, Operation, Position, Row
+from ..proto.rows import ROW_LAYOUT, Flag, GraphMode, Operation, Position, Rows, Word
 
 
 class Outcome(StrEnum):
@@ -63,7 +63,10 @@ class PlanSettings(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What this step does. All tuples have length dp_size, index == rank, and are the same on every rank."""
+    """What this step does. All tuples have length dp_size, index == rank, and are the same on every rank.
+
+    What every engine needs in every step is a field; the rest is read from the rows when it is asked for.
+    """
 
     outcome: Outcome
     epoch: int = 0
@@ -72,29 +75,19 @@ class Plan(msgspec.Struct, frozen=True):
     substep: int = 0
     reason: str = ""
     """Why, in words, where the outcome alone does not tell."""
-    roles: tuple[Role, ...] = ()
     num_tokens_across_dp: tuple[int, ...] = ()
     """Tokens that each rank feeds to the model, padding and dummies included."""
     num_tokens_unpadded: tuple[int, ...] = ()
     """Real tokens of each rank; 0 for a dummy."""
-    max_tokens: int = 0
-    sum_tokens: int = 0
-    num_reqs: tuple[int, ...] = ()
     graph_mode: GraphMode = GraphMode.NONE
     microbatch: bool = False
-    has_prefill: bool = False
-    can_run_graph: bool = False
-    uniform_token_count: int | None = None
-    max_query_len: int = 0
-    num_tokens_for_logprob: tuple[int, ...] = ()
-    forward_mode: int | None = None
-    """The forward mode of all real batches, or None where they differ."""
     substeps: int = 0
     has_work: bool = False
     """Whether any rank held work; the work may still be unscheduled."""
     failed: tuple[int, ...] = ()
     """Ranks that put an error into their row. Not empty: nobody runs this step."""
-    engine: tuple[tuple[int, int], ...] = ()
+    rows: Rows | None = None
+    """What it was made of; none where nothing was exchanged."""
 
     @property
     def runs_forward(self) -> bool:
@@ -104,13 +97,78 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def over(self) -> bool:
         """Whether no wave runs after this step: go back to `wait()`, or, offline, leave the loop."""
-        return self.outcome in (Outcome.WAVE_ENDED, Outcome.HELD, Outcome.IDLE)
+        return self.outcome in _OVER
+
+    def role(self, rank: int) -> Role:
+        """What the rank in this place runs."""
+        if self.outcome is not Outcome.FORWARD:
+            return Role.NONE
+        return Role.REAL if self.num_tokens_unpadded[rank] else Role.DUMMY
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """What each rank runs."""
+        return tuple(self.role(rank) for rank in range(len(self.num_tokens_unpadded)))
+
+    @property
+    def max_tokens(self) -> int:
+        """Real tokens of the largest batch."""
+        return self.rows.most_tokens if self.rows is not None else 0
+
+    @property
+    def sum_tokens(self) -> int:
+        """Real tokens of all ranks."""
+        return self.rows.sum_tokens if self.rows is not None else 0
+
+    @property
+    def num_reqs(self) -> tuple[int, ...]:
+        """Requests of each rank, as it wrote them."""
+        return self._column(Word.REQS)
+
+    @property
+    def num_tokens_for_logprob(self) -> tuple[int, ...]:
+        """Tokens of each rank that need log-probabilities."""
+        return self._column(Word.LOGPROB)
+
+    @property
+    def engine(self) -> tuple[tuple[int, int], ...]:
+        """The two words of each rank's engine."""
+        return tuple(zip(self._column(Word.ENGINE), self._column(Word.ENGINE + 1), strict=True))
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether any batch has one."""
+        return self.rows is not None and bool(self.rows.batch_flags & Flag.HAS_PREFILL)
+
+    @property
+    def can_run_graph(self) -> bool:
+        """Whether all ranks can."""
+        return self.rows is not None and bool(self.rows.all_flags & Flag.CAN_GRAPH)
+
+    @property
+    def uniform_token_count(self) -> int | None:
+        """That of all batches, or None where they differ or have none."""
+        return self.rows.uniform if self.rows is not None and self.rows.uniform >= 0 else None
+
+    @property
+    def max_query_len(self) -> int:
+        """The longest query of all batches."""
+        return self.rows.most_query if self.rows is not None else 0
+
+    @property
+    def forward_mode(self) -> int | None:
+        """That of all batches, or None where they differ."""
+        return self.rows.forward_mode if self.rows is not None and self.rows.forward_mode >= 0 else None
+
+    def _column(self, word: int) -> tuple[int, ...]:
+        return self.rows.column(word) if self.rows is not None else ()
 
 
+_OVER = (Outcome.WAVE_ENDED, Outcome.HELD, Outcome.IDLE)
 IDLE_PLAN = Plan(outcome=Outcome.IDLE, reason="no wave runs")
 
 
-def decide(rows: Sequence[Row], position: Position, settings: PlanSettings) -> Plan:
+def decide(rows: Rows, position: Position, settings: PlanSettings) -> Plan:
     """Return the plan of one exchange; equal on every rank that has the same rows.
 
     Rules, first match wins: an error anywhere -> nobody runs (`failed` names who); all rows ask for a hold -> held;
@@ -119,21 +177,21 @@ def decide(rows: Sequence[Row], position: Position, settings: PlanSettings) -> P
     """
     outcome, reason = _outcome(rows, position.operation)
     runs = outcome is Outcome.FORWARD
-    real = tuple(not row.dummy and row.num_tokens > 0 for row in rows)
-    batches = [row for row, is_real in zip(rows, real, strict=True) if is_real]
-    unpadded = tuple(row.num_tokens if is_real else 0 for row, is_real in zip(rows, real, strict=True))
-    graph_mode, padded = _shape(rows, batches, settings) if runs else (GraphMode.NONE, 0)
-    microbatch = runs and _splits(rows, batches, settings)
-    if microbatch and not padded:
-        padded = max(unpadded)  # both halves must be equal on all ranks
+    unpadded = rows.tokens
+    mode, padded, microbatch = GraphMode.NONE, 0, False
+    if runs:
+        mode, padded = _shape(rows, settings)
+        microbatch = _splits(rows, settings)
+        if microbatch and not padded:
+            padded = rows.most_tokens  # both halves must be equal on all ranks
     if not runs:
         fed: tuple[int, ...] = (0,) * len(rows)
     elif padded:
         fed = (padded,) * len(rows)
+    elif rows.batches == len(rows):
+        fed = unpadded
     else:
-        fed = tuple(tokens or settings.dummy_tokens for tokens in unpadded)
-    modes = {row.forward_mode for row in batches}
-    uniform = {row.uniform_token_count for row in batches}
+        fed = tuple([tokens or settings.dummy_tokens for tokens in unpadded])
     return Plan(
         outcome=outcome,
         epoch=position.epoch,
@@ -141,58 +199,47 @@ def decide(rows: Sequence[Row], position: Position, settings: PlanSettings) -> P
         step=position.step,
         substep=position.substep,
         reason=reason,
-        roles=tuple((Role.REAL if is_real else Role.DUMMY) if runs else Role.NONE for is_real in real),
         num_tokens_across_dp=fed,
         num_tokens_unpadded=unpadded,
-        max_tokens=max(unpadded),
-        sum_tokens=sum(unpadded),
-        num_reqs=tuple(row.num_reqs for row in rows),
-        graph_mode=graph_mode,
+        graph_mode=mode,
         microbatch=microbatch,
-        has_prefill=any(row.has_prefill for row in batches),
-        can_run_graph=all(row.can_run_graph for row in rows),
-        uniform_token_count=uniform.pop() if len(uniform) == 1 else None,
-        max_query_len=max((row.max_query_len for row in batches), default=0),
-        num_tokens_for_logprob=tuple(row.num_tokens_for_logprob for row in rows),
-        forward_mode=modes.pop() if len(modes) == 1 else None,
-        substeps=max(row.substeps for row in rows) if runs else 0,
-        has_work=any(row.holds_work for row in rows),
-        failed=tuple(rank for rank, row in enumerate(rows) if row.local_error),
-        engine=tuple(row.engine for row in rows),
+        substeps=rows.substeps if runs else 0,
+        has_work=bool(rows.holds_work),
+        failed=rows.ranks_with(Flag.ERROR) if rows.any_flags & Flag.ERROR else (),
+        rows=rows,
     )
 
 
-def _outcome(rows: Sequence[Row], operation: Operation) -> tuple[Outcome, str]:
-    failed = [rank for rank, row in enumerate(rows) if row.local_error]
-    if failed:
-        return Outcome.NO_FORWARD, f"rank {_names(failed)} failed before the pass"
+def _outcome(rows: Rows, operation: Operation) -> tuple[Outcome, str]:
+    if rows.any_flags & Flag.ERROR:
+        return Outcome.NO_FORWARD, f"rank {_names(rows.ranks_with(Flag.ERROR))} failed before the pass"
     if operation is Operation.STEP:  # a wave is held or over between steps, never in the middle of one
-        if all(row.hold_requested for row in rows):
+        if rows.all_flags & Flag.HOLD:
             return Outcome.HELD, "every rank was asked to hold"
-        if not any(row.holds_work for row in rows):
+        if not rows.holds_work:
             return Outcome.WAVE_ENDED, "no rank holds work"
-    asleep = [rank for rank, row in enumerate(rows) if not row.can_forward]
-    if asleep:
-        return Outcome.NO_FORWARD, f"rank {_names(asleep)} may not run the model now"
-    if not any(row.num_tokens for row in rows if not row.dummy):
+    if not rows.all_flags & Flag.CAN_FORWARD:
+        return Outcome.NO_FORWARD, f"rank {_names(rows.ranks_without(Flag.CAN_FORWARD))} may not run the model now"
+    if not rows.batches:
         return Outcome.NO_FORWARD, "no rank has scheduled a token"
     return Outcome.FORWARD, ""
 
 
-def _shape(rows: Sequence[Row], batches: Sequence[Row], settings: PlanSettings) -> tuple[GraphMode, int]:
+def _shape(rows: Rows, settings: PlanSettings) -> tuple[GraphMode, int]:
     """The agreed graph mode and the agreed padded size (0 = none): first agree on the mode, then on the bucket."""
-    mode = min(row.graph_mode for row in rows)
-    if mode is GraphMode.NONE:
+    if rows.graph_mode == GraphMode.NONE:
         return GraphMode.NONE, 0
-    most = max(max(row.num_tokens, row.num_tokens_padded) for row in batches)
-    bucket = next((size for size in settings.graph_buckets if size >= most), 0)
-    return (mode, bucket) if bucket else (GraphMode.NONE, 0)
+    bucket = next((size for size in settings.graph_buckets if size >= rows.most_padded), 0)
+    return (_GRAPH_MODES[rows.graph_mode], bucket) if bucket else (GraphMode.NONE, 0)
 
 
-def _splits(rows: Sequence[Row], batches: Sequence[Row], settings: PlanSettings) -> bool:
+_GRAPH_MODES = tuple(GraphMode)
+
+
+def _splits(rows: Rows, settings: PlanSettings) -> bool:
     """Whether the step is split into two micro-batches: unanimous, and no real batch too small; dummies follow."""
     least = settings.microbatch_min_tokens
-    return least > 0 and all(row.wants_microbatch for row in rows) and all(row.num_tokens >= least for row in batches)
+    return least > 0 and bool(rows.all_flags & Flag.WANTS_MICROBATCH) and rows.least_tokens >= least
 
 
 def _names(ranks: Sequence[int]) -> str:

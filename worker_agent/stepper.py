@@ -108,7 +108,7 @@ class Stepper:
         self._idle_exchanges = 0 if plan.has_work else self._idle_exchanges + 1
         if plan.outcome is Outcome.FORWARD:
             self._forwards += 1
-            self._dummy_steps += plan.roles[self.rank] is Role.DUMMY
+            self._dummy_steps += plan.role(self.rank) is Role.DUMMY
         if plan.outcome not in (Outcome.WAVE_ENDED, Outcome.HELD):
             return False
         self._end_wave()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from ..proto.errors import HeaderMismatchError, LocalProtocolError, RemoteProtocolError, RowInvalidError
 from ..proto.messages import Activity
-from ..proto.rows import DUMMY, Operation, Position, Row, pack, unpack
+from ..proto.rows import DUMMY, Operation, Position, Row, gathered, pack, unpack
 from .control import Control, monotonic_ms
 from .errors import (
     AgentClosedError,
@@ -121,7 +121,8 @@ class Stepping:
             self._raise_if_over()
             step = self._core.stepper.alone(row)
             self._enter(Activity.STEPPING)
-        plan = decide((row,), Position(Operation.STEP, 0, 0, step), self._settings)
+        position = Position(Operation.STEP, 0, 0, step)
+        plan = decide(gathered((row,), position), position, self._settings)
         return IDLE_PLAN if plan.over else plan
 
     def _exchange(self, row: Row, position: Position) -> Plan:
@@ -141,7 +142,7 @@ class Stepping:
             if exchange is None:  # given up between begin and here
                 raise ExchangeInterruptedError("the exchange was given up")
             data = exchange.gather(mine, timeout_ms=self._core.timing.step_deadline_ms)
-            rows = unpack(data, len(self.group_ranks), mine, position, place)
+            rows = unpack(data, len(self.group_ranks), mine, place)
         except (ExchangeError, RemoteProtocolError) as error:
             raise self._left(error, exchange, position) from error
         took_us = (time.perf_counter_ns() - began_ns) / 1000

@@ -14,9 +14,9 @@ from wavekeeper.proto import messages as m
 from wavekeeper.proto.rows import DUMMY, Position, Row
 from wavekeeper.worker_agent import events as rank_events
 from wavekeeper.worker_agent.core import RankCore
-from wavekeeper.worker_agent.plan import Plan, PlanSettings, decide
+from wavekeeper.worker_agent.plan import Plan
 
-from .stories import make_fleet, moe, wire
+from .stories import make_fleet, moe, planned, wire
 
 
 class Engine:
@@ -192,7 +192,7 @@ class Cluster:
         if engine.posted is None or len(rows) < len(group):
             return False
         assert len({position for _, position in rows.values()}) == 1, f"the ranks met at different positions: {rows}"
-        plan = decide([rows[r][0] for r in group], engine.posted[1], PlanSettings())
+        plan = planned([rows[r][0] for r in group], engine.posted[1])
         assert self.plans.setdefault(key, plan) == plan
         engine.posted = None
         self.perform(engine, engine.core.finish(plan, 1.0))

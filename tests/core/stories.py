@@ -5,7 +5,7 @@ coordinator's core with puppets in front of it. See `cluster` for production cor
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -15,6 +15,8 @@ import msgspec
 from wavekeeper.coordinator.core import DeploymentSpec, Effect, Event, Fleet, FleetSpec, Publish, Received, Send, Tick
 from wavekeeper.proto import messages as m
 from wavekeeper.proto.codec import decode, encode
+from wavekeeper.proto.rows import Position, Row, gathered
+from wavekeeper.worker_agent.plan import Plan, PlanSettings, decide
 
 TIMING = m.Timing(
     heartbeat_ms=100,
@@ -47,6 +49,11 @@ def dense(dp_size: int = 2, **more: Any) -> DeploymentSpec:
 def wire(message: m.Message) -> m.Message:
     """The same message after a journey: nothing may travel that the codec cannot carry."""
     return decode(encode(message))
+
+
+def planned(rows: Sequence[Row], position: Position, settings: PlanSettings | None = None) -> Plan:
+    """The plan of these rows, after a perfect exchange."""
+    return decide(gathered(rows, position), position, settings or PlanSettings())
 
 
 def picture(thing: object) -> object:

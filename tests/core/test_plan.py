@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from wavekeeper.proto.rows import DUMMY, INT32_MAX, GraphMode, Operation, Position, Row, pack, unpack
 from wavekeeper.worker_agent.plan import IDLE_PLAN, Outcome, Plan, PlanSettings, Role, decide
 
+from .stories import planned
+
 HERE = Position(Operation.STEP, 2, 7, 40)
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 BUCKETS = PlanSettings(graph_buckets=(1, 8, 256), microbatch_min_tokens=32)
@@ -21,7 +23,7 @@ def real(tokens: int, **fields: Any) -> Row:
 
 
 def plan(*rows: Row, settings: PlanSettings = BUCKETS) -> Plan:
-    return decide(rows, HERE, settings)
+    return planned(rows, HERE, settings)
 
 
 # --- what happens at all ---------------------------------------------------------------------------------------------
@@ -265,6 +267,8 @@ SETTINGS = st.builds(
     microbatch_min_tokens=st.integers(0, 300),
     dummy_tokens=st.integers(1, 2),
 )
+TOLD = [*Plan.__struct_fields__, *(name for name, kind in vars(Plan).items() if isinstance(kind, property))]
+TOLD.remove("rows")
 VECTORS = ("roles", "num_tokens_across_dp", "num_tokens_unpadded", "num_reqs", "num_tokens_for_logprob", "engine")
 
 
@@ -273,11 +277,10 @@ def test_every_rank_makes_the_same_plan_of_what_it_has_gathered(group: Sequence[
     """Case B12: whoever computes it. The rows travel as bytes, and each rank reads them for itself."""
     data = b"".join(pack(row, HERE, rank) for rank, row in enumerate(group))
     plans = [
-        decide(unpack(data, len(group), pack(row, HERE, rank), HERE, rank), HERE, settings)
-        for rank, row in enumerate(group)
+        decide(unpack(data, len(group), pack(row, HERE, rank), rank), HERE, settings) for rank, row in enumerate(group)
     ]
     assert all(other == plans[0] for other in plans)
-    assert plans[0] == decide(group, HERE, settings), "nothing is lost on the way"
+    assert plans[0] == planned(group, HERE, settings), "nothing is lost on the way"
 
 
 @given(GROUPS, SETTINGS, st.randoms(use_true_random=False))
@@ -286,9 +289,9 @@ def test_ranks_in_another_order_give_the_same_plan_in_that_order(
 ) -> None:
     order = list(range(len(group)))
     random.shuffle(order)
-    before, after = decide(group, HERE, settings), decide([group[rank] for rank in order], HERE, settings)
+    before, after = planned(group, HERE, settings), planned([group[rank] for rank in order], HERE, settings)
 
-    for name in Plan.__struct_fields__:
+    for name in TOLD:
         mine, theirs = getattr(before, name), getattr(after, name)
         if name in VECTORS:
             assert theirs == tuple(mine[rank] for rank in order), name
@@ -302,7 +305,7 @@ def test_ranks_in_another_order_give_the_same_plan_in_that_order(
 def test_what_is_fed_is_always_a_legal_batch_and_the_sentinel_is_never_seen(
     group: list[Row], settings: PlanSettings
 ) -> None:
-    result = decide(group, HERE, settings)
+    result = planned(group, HERE, settings)
     assert len(result.num_tokens_across_dp) == len(group)
     if not result.runs_forward:
         assert set(result.num_tokens_across_dp) == {0}
@@ -321,7 +324,7 @@ def test_what_is_fed_is_always_a_legal_batch_and_the_sentinel_is_never_seen(
 def test_a_wave_ends_exactly_when_nobody_has_work_and_nothing_went_wrong(
     group: list[Row], settings: PlanSettings
 ) -> None:
-    result = decide(group, HERE, settings)
+    result = planned(group, HERE, settings)
     work = any(row.has_work for row in group)
     held = all(row.hold_requested for row in group)
     failed = any(row.local_error for row in group)
@@ -333,11 +336,11 @@ def test_a_wave_ends_exactly_when_nobody_has_work_and_nothing_went_wrong(
 @given(GROUPS, SETTINGS)
 def test_a_dummy_vetoes_nothing_and_counts_for_nothing(group: list[Row], settings: PlanSettings) -> None:
     """Case B18: one more idle rank changes neither the outcome nor what the others run."""
-    before, after = decide(group, HERE, settings), decide([*group, DUMMY], HERE, settings)
+    before, after = planned(group, HERE, settings), planned([*group, DUMMY], HERE, settings)
     if before.outcome is Outcome.HELD:
         return  # a rank that was not asked to hold keeps the others from being held
     assert after.outcome is before.outcome
-    for name in Plan.__struct_fields__:
+    for name in TOLD:
         if name in VECTORS:
             assert getattr(after, name)[: len(group)] == getattr(before, name), name
         else:
@@ -346,4 +349,4 @@ def test_a_dummy_vetoes_nothing_and_counts_for_nothing(group: list[Row], setting
 
 @given(GROUPS, SETTINGS)
 def test_the_engine_s_words_arrive_as_they_were_written(group: list[Row], settings: PlanSettings) -> None:
-    assert decide(group, HERE, settings).engine == tuple(row.engine for row in group)
+    assert planned(group, HERE, settings).engine == tuple(row.engine for row in group)

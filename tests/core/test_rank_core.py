@@ -24,9 +24,9 @@ from wavekeeper.worker_agent.events import (
     Tick,
     Wake,
 )
-from wavekeeper.worker_agent.plan import Plan, PlanSettings, decide
+from wavekeeper.worker_agent.plan import Plan
 
-from .stories import TIMING, picture, wire
+from .stories import TIMING, picture, planned, wire
 
 ME = "00000000000000aa"
 TO_ME: dict[str, Any] = {"deployment": "moe", "rank": 0, "incarnation": ME}
@@ -71,7 +71,7 @@ class One:
     def step(self, row: Row = DUMMY, other: Row = DUMMY) -> tuple[Plan, list[Effect]]:
         """One exchange with rank 1."""
         mine, position = self.core.begin(row)
-        plan = decide([mine, other], position, PlanSettings())
+        plan = planned([mine, other], position)
         return plan, self.core.finish(plan, 1.0)
 
 
@@ -119,7 +119,7 @@ def test_a_rank_that_reads_the_last_exchange_keeps_the_start_of_the_next_wave() 
     assert said(one.gets(m.Start, epoch=1, seq=3, wave=6)) == []
     assert one.core.at().applied == 2, "what is kept is not acknowledged"
 
-    plan = decide([row, DUMMY], position, PlanSettings())
+    plan = planned([row, DUMMY], position)
     effects = one.core.finish(plan, 1.0)
     assert said(effects) == [m.WaveComplete, m.Started]
     assert one.core.at() == m.At(mode=Mode.RUNNING, term=1, epoch=1, applied=3, wave=6)
@@ -269,7 +269,7 @@ def test_commands_of_an_old_term_that_were_kept_are_void_in_a_new_one() -> None:
     one.gets(m.Start, epoch=1, seq=3, wave=6)  # kept: wave 5 has not ended here
     one.gets(m.RegisterAgain, term=2)
     one.welcomed(term=2, seq=2)
-    plan = decide([DUMMY, DUMMY], Position(Operation.STEP, 1, 5, 1), PlanSettings())
+    plan = planned([DUMMY, DUMMY], Position(Operation.STEP, 1, 5, 1))
     effects = one.core.finish(plan, 1.0)
 
     assert said(effects) == [m.WaveComplete]
@@ -312,7 +312,7 @@ def test_a_request_that_arrives_after_the_row_was_written_asks_for_the_next_wave
     one = One().running()
     row, position = one.core.begin(DUMMY)
     assert said(one.core.work_arrived()) == []
-    effects = one.core.finish(decide([row, DUMMY], position, PlanSettings()), 1.0)
+    effects = one.core.finish(planned([row, DUMMY], position), 1.0)
 
     assert said(effects) == [m.WaveComplete, m.NeedWave]
     assert one.core.at() == m.At(mode=Mode.IDLE, term=1, epoch=1, applied=2, wave=6, has_work=True)
@@ -401,7 +401,7 @@ def test_an_exchange_that_completes_although_a_fault_came_ends_in_the_fault_all_
     one = One().running()
     row, position = one.core.begin(DUMMY)
     one.gets(m.Fault, epoch=1, seq=3, lost=1, reason="dead")
-    one.core.finish(decide([row, DUMMY], position, PlanSettings()), 1.0)
+    one.core.finish(planned([row, DUMMY], position), 1.0)
     assert not one.core.must_step
 
     lost, effects = one.core.leave_for_fault()

@@ -63,9 +63,9 @@ def gather(*rows: Row, position: Position = HERE) -> list[bytes]:
     return [pack(row, position, rank) for rank, row in enumerate(rows)]
 
 
-def read(data: list[bytes], rank: int = 0, mine: bytes | None = None, position: Position = HERE) -> tuple[Row, ...]:
+def read(data: list[bytes], rank: int = 0, mine: bytes | None = None) -> tuple[Row, ...]:
     """What one rank reads of them."""
-    return unpack(b"".join(data), len(data), data[rank] if mine is None else mine, position, rank)
+    return tuple(unpack(b"".join(data), len(data), data[rank] if mine is None else mine, rank))
 
 
 # --- there and back --------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_every_rank_reads_what_every_rank_wrote(rows: list[Row], position: Posit
     data = gather(*rows, position=position)
     assert all(len(row) == ROW_BYTES for row in data)
     for rank in range(len(rows)):
-        assert read(data, rank, position=position) == tuple(rows)
+        assert read(data, rank) == tuple(rows)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 8, 300])
@@ -140,7 +140,7 @@ def test_the_sentinel_of_a_dummy_never_leaves_the_row() -> None:
     """DESIGN.md section 6: it says dummy, and its count is zero."""
     data = pack(DUMMY, HERE, 0)
     assert data[20:24] == b"\xff\xff\xff\xff"
-    (row,) = unpack(data, 1, data, HERE, 0)
+    (row,) = unpack(data, 1, data, 0)
     assert row == DUMMY and row.num_tokens == 0
 
 
@@ -195,7 +195,7 @@ def test_a_result_of_the_wrong_size_is_refused(length: int) -> None:
     """Case B16."""
     data = (pack(DUMMY, HERE, 0) * 4)[:length]
     with pytest.raises(RowInvalidError, match="length of the gathered rows"):
-        unpack(data, 2, pack(DUMMY, HERE, 0), HERE, 0)
+        unpack(data, 2, pack(DUMMY, HERE, 0), 0)
 
 
 # --- positions -------------------------------------------------------------------------------------------------------
@@ -213,9 +213,9 @@ ELSEWHERE = {
 def test_ranks_at_different_exchanges_are_told_every_rank_s_position(position: Position, text: str) -> None:
     """Cases B08 (found at the very step, with both numbers), B15 (a reused buffer) and B11 (`40.2`)."""
     rows = [pack(DUMMY, HERE, 0), pack(Row(num_tokens=1), position, 1)]
-    for rank, here in ((0, HERE), (1, position)):
+    for rank in (0, 1):
         with pytest.raises(HeaderMismatchError) as caught:
-            unpack(b"".join(rows), 2, rows[rank], here, rank)
+            unpack(b"".join(rows), 2, rows[rank], rank)
         assert caught.value.positions == ("step epoch 2 wave 7 step 40", text)
         assert f"rank 1 at {text}" in str(caught.value)
 
@@ -227,7 +227,7 @@ def test_a_row_of_another_layout_is_named_as_such() -> None:
     foreign = bytes(body) + struct.pack("<I", zlib.crc32(bytes(body)))
     mine = pack(DUMMY, HERE, 0)
     with pytest.raises(HeaderMismatchError, match="rank 1 at row layout 9"):
-        unpack(mine + foreign, 2, mine, HERE, 0)
+        unpack(mine + foreign, 2, mine, 0)
 
 
 FOREIGN: dict[str, tuple[int, int]] = {
@@ -246,7 +246,7 @@ def test_a_foreign_writer_s_row_with_a_right_checksum_and_wrong_values_is_refuse
     foreign = bytes(body) + struct.pack("<I", zlib.crc32(bytes(body)))
     mine = pack(DUMMY, HERE, 0)
     with pytest.raises(RowInvalidError) as caught:
-        unpack(mine + foreign, 2, mine, HERE, 0)
+        unpack(mine + foreign, 2, mine, 0)
     assert (caught.value.owner, caught.value.field) == (1, "body")
 
 
@@ -254,7 +254,7 @@ def test_a_foreign_writer_s_row_with_a_right_checksum_and_wrong_values_is_refuse
 def test_noise_is_never_a_plan(data: bytes) -> None:
     mine = pack(DUMMY, HERE, 0)
     with pytest.raises(RowInvalidError):
-        unpack(mine + data[64:], 2, mine, HERE, 0)
+        unpack(mine + data[64:], 2, mine, 0)
 
 
 def test_errors_keep_their_facts_when_they_travel_between_processes() -> None:

@@ -4,14 +4,16 @@ import pytest
 
 from wavekeeper.proto.errors import LocalProtocolError
 from wavekeeper.proto.rows import DUMMY, Operation, Position, Row
-from wavekeeper.worker_agent.plan import Outcome, Plan, PlanSettings, Role, decide
+from wavekeeper.worker_agent.plan import Outcome, Plan
 from wavekeeper.worker_agent.stepper import Stepper
+
+from .stories import planned
 
 
 def forward(step: int, substeps: int = 0, substep: int = 0) -> Plan:
     """A plan of two real ranks."""
     return Plan(
-        Outcome.FORWARD, step=step, substep=substep, substeps=substeps, has_work=True, roles=(Role.REAL, Role.DUMMY)
+        Outcome.FORWARD, step=step, substep=substep, substeps=substeps, has_work=True, num_tokens_unpadded=(1, 0)
     )
 
 
@@ -25,7 +27,7 @@ def test_steps_are_numbered_from_one_and_a_wave_s_end_starts_them_again() -> Non
         for outcome in outcomes:
             _, position = stepper.begin(DUMMY)
             positions.append(position)
-            ended = stepper.finish(Plan(outcome, step=position.step, roles=(Role.DUMMY,)), 1.0)
+            ended = stepper.finish(Plan(outcome, step=position.step, num_tokens_unpadded=(0,)), 1.0)
             assert ended is (outcome is Outcome.WAVE_ENDED)
     assert [(p.epoch, p.wave, p.step) for p in positions] == [(3, 0, 1), (3, 0, 2), (3, 0, 3), (3, 1, 1)]
     assert stepper.counters().group_operations == stepper.counters().steps == 4
@@ -63,7 +65,7 @@ def test_a_step_that_failed_here_keeps_the_work_that_its_last_row_carried() -> N
     stepper = Stepper(0)
     stepper.begin_wave()
     stepper.begin(Row(num_tokens=1, has_work=True))
-    stepper.finish(decide([Row(num_tokens=1, has_work=True)], Position(Operation.STEP, 0, 0, 1), PlanSettings()), 1.0)
+    stepper.finish(planned([Row(num_tokens=1, has_work=True)], Position(Operation.STEP, 0, 0, 1)), 1.0)
     row, _ = stepper.begin_failure(Row(dummy=True, local_error=True))
 
     assert row.has_work
@@ -76,22 +78,22 @@ def test_a_failure_between_a_step_and_its_substeps_is_told_in_the_substep_and_en
     stepper.begin_wave()
     row = Row(num_tokens=1, has_work=True, substeps=2)
     stepper.begin(row)
-    stepper.finish(decide([row], Position(Operation.STEP, 0, 0, 1), PlanSettings()), 1.0)
+    stepper.finish(planned([row], Position(Operation.STEP, 0, 0, 1)), 1.0)
     failed, position = stepper.begin_failure(Row(dummy=True, local_error=True))
     assert (position.operation, position.substep) == (Operation.SUBSTEP, 1)
-    stepper.finish(decide([failed], position, PlanSettings()), 1.0)
+    stepper.finish(planned([failed], position), 1.0)
 
     assert stepper.begin(row)[1] == Position(Operation.STEP, 0, 0, 2)
 
 
 def test_tokens_are_work_whether_their_owner_says_so_or_not() -> None:
     row = Row(num_tokens=4)
-    plan = decide([row, DUMMY], Position(Operation.STEP, 0, 0, 1), PlanSettings())
+    plan = planned([row, DUMMY], Position(Operation.STEP, 0, 0, 1))
 
     assert plan.runs_forward and plan.has_work
 
 
 def test_a_substep_never_ends_a_wave() -> None:
-    plan = decide([Row(), DUMMY], Position(Operation.SUBSTEP, 0, 0, 1, 1), PlanSettings())
+    plan = planned([Row(), DUMMY], Position(Operation.SUBSTEP, 0, 0, 1, 1))
 
     assert plan.outcome is Outcome.NO_FORWARD and not plan.over

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from wavekeeper.proto.messages import Kind, Load
-from wavekeeper.proto.rows import Operation, Position, Row
+from wavekeeper.proto.rows import Operation, Position, Row, gathered
 from wavekeeper.worker_agent.demo.wire import GenerateRequest, GenerateResult
 from wavekeeper.worker_agent.errors import AgentClosedError, RankFailedError, RankLostError
 from wavekeeper.worker_agent.forward_context import forward_context
@@ -123,7 +123,7 @@ class LockstepAgent:
         self.step_number += 1
         rows = [r for r in self._group.meeting.gather(self.rank, row) if isinstance(r, Row)]
         position = Position(Operation.STEP, 1, self.ended + 1, self.step_number)
-        plan = decide(rows, position, PlanSettings())
+        plan = decide(gathered(rows, position), position, PlanSettings())
         self.plans.append(plan)
         if plan.outcome is Outcome.WAVE_ENDED:
             self._end_wave()
@@ -185,7 +185,8 @@ class DenseAgent:
         self.rows.append(row)
         if row.has_work:
             self._work.set()
-        plan = decide([row], Position(Operation.STEP, 0, 0, 0), PlanSettings())
+        position = Position(Operation.STEP, 0, 0, 0)
+        plan = decide(gathered([row], position), position, PlanSettings())
         return IDLE_PLAN if plan.over else plan
 
     @contextmanager

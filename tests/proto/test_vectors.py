@@ -36,7 +36,7 @@ def test_the_bytes_of_a_row_and_its_meaning_are_the_same_thing(vector: dict[str,
 
     assert pack(row, position, rank) == data
     before = [pack(Row(), position, other) for other in range(rank)]
-    assert unpack(b"".join([*before, data]), rank + 1, data, position, rank)[rank] == row
+    assert unpack(b"".join([*before, data]), rank + 1, data, rank)[rank] == row
 
 
 def test_every_message_has_a_vector() -> None:

@@ -19,9 +19,9 @@ from wavekeeper.worker_agent import events as rank_events
 from wavekeeper.worker_agent import front_end_core as desk
 from wavekeeper.worker_agent.core import RankCore
 from wavekeeper.worker_agent.front_end_core import FrontEndCore
-from wavekeeper.worker_agent.plan import Plan, PlanSettings, decide
+from wavekeeper.worker_agent.plan import Plan
 
-from ..core.stories import dense, make_fleet, moe, wire
+from ..core.stories import dense, make_fleet, moe, planned, wire
 from .words import (
     MANY,
     Lines,
@@ -322,7 +322,7 @@ class Puppetry:
             return False
         if len({str(position) for _, position in rows.values()}) != 1:
             raise ScriptError(f"the ranks met at different positions: {rows}")
-        plan = decide([rows[rank][0] for rank in group], life.posted[1], PlanSettings())
+        plan = planned([rows[rank][0] for rank in group], life.posted[1])
         if key not in self.plans:
             self.lines.say(plan_text(plan, group), str(plan.step))
         if self.plans.setdefault(key, plan) != plan:

@@ -31,7 +31,7 @@ from wavekeeper.coordinator.core.holds import AWAKE, HoldWish, ResumeWish
 from wavekeeper.coordinator.core.lockstep import Lockstep
 from wavekeeper.coordinator.core.regroups import ScaleWish
 from wavekeeper.proto.messages import FirstRequest, HoldMode, Mode, Phase, Update
-from wavekeeper.proto.rows import Row
+from wavekeeper.proto.rows import Row, gathered
 from wavekeeper.worker_agent import events
 from wavekeeper.worker_agent.events import Hook
 from wavekeeper.worker_agent.plan import decide
@@ -324,7 +324,7 @@ def take(state: State, index: int) -> None:
     rank = state.my_rank(index)
     assert rank.waits_in is not None
     rows = sorted(state.rows[rank.waits_in], key=lambda each: each[0])
-    plan = decide([row for _, row, _ in rows], rows[0][2], SETTINGS)
+    plan = decide(gathered([row for _, row, _ in rows], rows[0][2]), rows[0][2], SETTINGS)
     rank.waits_in, rank.thrown = None, False
     if plan.runs_forward:
         assert rank.core.mode is Mode.RUNNING, "a forward outside a wave"

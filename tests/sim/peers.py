@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from wavekeeper.coordinator.core import DeploymentSpec
 from wavekeeper.coordinator.core.lockstep import Lockstep
 from wavekeeper.proto.messages import FirstRequest, Halted, Load, Message, Mode, Register, Timing
-from wavekeeper.proto.rows import Position, Row
+from wavekeeper.proto.rows import Position, Row, gathered
 from wavekeeper.worker_agent import events as rank_events
 from wavekeeper.worker_agent import front_end_core
 from wavekeeper.worker_agent.core import RankCore
@@ -348,7 +348,7 @@ class Rank(Peer):
         self.waiting_in, self.thrown = None, False
         rows = group.rows[number]
         position = next(iter(rows.values()))[1]
-        plan = decide([rows[rank][0] for rank in group.ranks], position, SETTINGS)
+        plan = decide(gathered([rows[rank][0] for rank in group.ranks], position), position, SETTINGS)
         assert group.plans.setdefault(number, plan) == plan, "two ranks made different plans of the same rows"
         if plan.runs_forward:
             assert self.core.mode is Mode.RUNNING, f"a forward in mode {self.core.mode}"

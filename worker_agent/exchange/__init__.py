@@ -3,7 +3,8 @@
 `make_exchange` connects this rank; `available_exchanges` says what it could use. torch is imported only when an
 exchange over torch is made.
 
-Reading order: `base` (the interface and its rules), `shm` with `segment` (its memory) and `futex` (its waiting),
+Reading order: `base` (the interface and its rules), `shm` with `segment` (its memory) and `_shm.c` (its loads, stores
+and waits),
 `torch_dist` (gloo, NCCL, HCCL) with `rendezvous` (where its ranks meet).
 """
 
@@ -34,9 +35,7 @@ def make_exchange(backend: str, group: GroupSpec, *, timeout_ms: int, listener: 
         case "shm" | "gloo" | "nccl" | "hccl" if group.dp_size == 1:
             return SoloExchange(backend, group)
         case "shm":
-            from .shm import ShmExchange
-
-            return ShmExchange(group, timeout_ms=timeout_ms)
+            return _shm_exchange(group, timeout_ms)
         case "gloo" | "nccl" | "hccl":
             return _torch_exchange(backend, group, timeout_ms, listener)
         case _:
@@ -49,9 +48,7 @@ def available_exchanges(device: str = "cpu") -> list[str]:
     Args:
         device: `cpu`, `cuda:0`, `npu:0`: where the engine runs.
     """
-    from .shm import available
-
-    names = ["shm"] if available() else []
+    names = ["shm"] if _has_shm() else []
     if find_spec("torch") is not None:
         if device.startswith("cuda"):
             names.append("nccl")
@@ -59,6 +56,22 @@ def available_exchanges(device: str = "cpu") -> list[str]:
             names.append("hccl")
         names.append("gloo")
     return names
+
+
+def _has_shm() -> bool:
+    try:
+        from .shm import available
+    except ImportError:  # not Linux, or a machine that _shm.c does not know
+        return False
+    return available()
+
+
+def _shm_exchange(group: GroupSpec, timeout_ms: int) -> Exchange:
+    try:
+        from .shm import ShmExchange
+    except ImportError as error:
+        raise ExchangeUnavailableError(f"exchange shm cannot be used here ({error}): choose gloo") from error
+    return ShmExchange(group, timeout_ms=timeout_ms)
 
 
 def _torch_exchange(backend: str, group: GroupSpec, timeout_ms: int, listener: Listener | None) -> Exchange:

@@ -24,7 +24,6 @@ same deployment.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -66,17 +65,14 @@ def segment_prefix(deployment: str) -> str:
 class Segment:
     """A mapped segment in which this process sits as one rank.
 
-    `words` are its aligned 64-bit words, `halves` the same memory as 32-bit words, `address` where it is mapped.
+    `memory` is the whole of it, `words` the same as aligned 64-bit words.
     """
 
     def __init__(self, path: str, fd: int, size_bytes: int) -> None:
         self.path = path
         self._fd = fd
-        self._map = mmap.mmap(fd, size_bytes)
-        self._anchor = (ctypes.c_char * size_bytes).from_buffer(self._map)
-        self.address = ctypes.addressof(self._anchor)
-        self.words = memoryview(self._map).cast("Q")
-        self.halves = memoryview(self._map).cast("I")
+        self.memory = mmap.mmap(fd, size_bytes)
+        self.words = memoryview(self.memory).cast("Q")
 
     def holds(self, rank: int) -> bool:
         """Whether another process (or another rank of this one) sits here as `rank` now. Our own rank never counts."""
@@ -92,9 +88,7 @@ class Segment:
     def close(self) -> None:
         """Leave; the last one of an unfinished group takes the name with it. The caller has dropped its own views."""
         self.words.release()
-        self.halves.release()
-        del self._anchor
-        self._map.close()
+        self.memory.close()
         _leave(self._fd, self.path)
 
 

@@ -1,0 +1,39 @@
+"""The C side of shm.py."""
+
+from mmap import mmap
+
+AREA_BYTES: int
+"""Bytes of each rank's area, behind a header of 64 bytes."""
+
+class Channel:
+    """One rank's side of a segment. One thread at a time."""
+
+    spin_most_ns: int
+    """Never spin for longer than that; 0: sleep at once."""
+
+    def __init__(self, memory: mmap | bytearray, size: int, rank: int) -> None: ...
+    def swap(self, row: bytes, number: int, slice_ns: int) -> bytes | None:
+        """Write row `number` (64 bytes) and return the rows of all ranks with that number, or None if some are not
+        there after spinning for a while and sleeping for `slice_ns`; then `wait` goes on.
+        """
+
+    def wait(self, slice_ns: int) -> bytes | None:
+        """Go on waiting for the rows of the exchange that `swap` began."""
+
+    def missing(self) -> tuple[int, ...]:
+        """Ranks whose row of the newest exchange is not there."""
+
+    def close(self) -> None:
+        """Let go of the memory. Nothing else may be called after it."""
+
+    @property
+    def last(self) -> int:
+        """The rank whose row of the newest exchange was seen last; our own if none was waited for."""
+
+    @property
+    def posted_ns(self) -> int:
+        """When our newest row was written, on the monotonic clock."""
+
+    @property
+    def arrived_ns(self) -> int:
+        """When all rows of the newest exchange had been seen."""
