@@ -1,5 +1,8 @@
 """The C side of rows.py."""
 
+def pack(row: object, position: tuple[int, int, int, int, int], place: int) -> bytes | None:
+    """The 64 bytes of a row, or None if a value has the wrong type or range."""
+
 class Fault(Exception):
     """`args` are (kind, owner): what is wrong, and whose row it is."""
 

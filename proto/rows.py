@@ -22,15 +22,13 @@ checked and counted in C (`_rows.c`), in one pass.
 """
 
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import msgspec
 
-from ._rows import Fault
-from ._rows import Rows as _Rows
+from . import _rows
 from .errors import HeaderMismatchError, LocalProtocolError, RowInvalidError
 
 ROW_BYTES = 64
@@ -41,8 +39,6 @@ SENTINEL_TOKENS = -1
 INT32_MAX = (1 << 31) - 1
 UINT16_MAX = (1 << 16) - 1
 
-_PACK = struct.Struct("<15i")
-_CRC = struct.Struct("<I")
 _WORDS = struct.Struct("<15iI")
 
 
@@ -137,41 +133,13 @@ def pack(row: Row, position: Position, rank: int) -> bytes:
     Raises:
         LocalProtocolError: A value has the wrong type or range; the text names the field. Nothing was sent.
     """
-    flags = (
-        (1 if row.has_work else 0)
-        | (2 if row.has_prefill else 0)
-        | (4 if row.can_run_graph else 0)
-        | (8 if row.wants_microbatch else 0)
-        | (16 if row.hold_requested else 0)
-        | (32 if row.local_error else 0)
-        | (64 if row.dummy else 0)
-        | (128 if row.can_forward else 0)
-    )
-    try:
-        if not _plausible(row):
-            raise TypeError
-        body = _PACK.pack(
-            ROW_LAYOUT | position.operation << 8 | _signed16(position.substep) << 16,
-            position.epoch,
-            position.wave,
-            position.step,
-            flags | row.graph_mode << 8 | _signed16(rank) << 16,
-            SENTINEL_TOKENS if row.dummy else row.num_tokens,
-            row.num_tokens_padded,
-            row.num_reqs,
-            -1 if row.uniform_token_count is None else row.uniform_token_count,
-            row.max_query_len,
-            row.num_tokens_for_logprob,
-            row.forward_mode | _signed16(row.substeps) << 16,
-            0,
-            *row.engine,
-        )
-    except (struct.error, TypeError):
-        raise LocalProtocolError(_what_is_wrong(row)) from None
-    return body + _CRC.pack(zlib.crc32(body))
+    packed = _rows.pack(row, position, rank)
+    if packed is None:
+        raise LocalProtocolError(_what_is_wrong(row))
+    return packed
 
 
-class Rows(_Rows):
+class Rows(_rows.Rows):
     """All rows of one exchange, checked. What every step needs of all of them together is counted while they are
     checked (`_rows.pyi` lists it); a row or a column is decoded when it is asked for.
     """
@@ -213,7 +181,7 @@ def unpack(data: bytes, dp_size: int, mine: bytes, rank: int) -> Rows:
         raise RowInvalidError(rank, rank, "length of the gathered rows", f"{len(data)}, not {dp_size * ROW_BYTES}")
     try:
         return Rows(data, mine, rank)
-    except Fault as fault:
+    except _rows.Fault as fault:
         raise _invalid(data, rank, *fault.args) from None
 
 
@@ -269,29 +237,6 @@ def _row(words: Sequence[int]) -> Row:
 _GRAPH_MODES = {mode.value: mode for mode in GraphMode}
 
 
-def _plausible(row: Row) -> bool:
-    """Whether every count is one; floats and booleans in a count's place are not. Written to be quick: every step asks.
-
-    Raises:
-        TypeError: A value that is no number at all.
-    """
-    tokens, padded, reqs, query = row.num_tokens, row.num_tokens_padded, row.num_reqs, row.max_query_len
-    logprob, mode, substeps, uniform = (
-        row.num_tokens_for_logprob,
-        row.forward_mode,
-        row.substeps,
-        row.uniform_token_count or 0,
-    )
-    return (
-        (tokens | padded | reqs | query | logprob | uniform) >> 31 == 0  # none is negative, none is too large
-        and (mode | substeps) >> 16 == 0
-        and type(tokens) is type(padded) is type(reqs) is type(query) is int
-        and type(logprob) is type(mode) is type(substeps) is type(uniform) is int
-        and (padded == 0 or padded >= tokens)
-        and 0 <= row.graph_mode <= GraphMode.FULL
-    )
-
-
 def _what_is_wrong(row: Row) -> str:
     counts = {name: INT32_MAX for name in ("num_tokens", "num_tokens_padded", "num_reqs", "max_query_len")}
     counts |= {"num_tokens_for_logprob": INT32_MAX, "forward_mode": UINT16_MAX, "substeps": UINT16_MAX}
@@ -308,13 +253,6 @@ def _what_is_wrong(row: Row) -> str:
         f"row field uniform_token_count, graph_mode or engine is out of its type: {row.uniform_token_count!r}, "
         f"{row.graph_mode!r}, {row.engine!r} (a count or None, a GraphMode, two int32)"
     )
-
-
-def _signed16(value: int) -> int:
-    """The same 16 bits as a number that may stand in the upper half of a signed word."""
-    if not 0 <= value <= UINT16_MAX:
-        raise struct.error("out of 16 bits")
-    return value - (1 << 16) if value & 0x8000 else value
 
 
 def _position_text(words: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ leave by the same door.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from ..proto.errors import HeaderMismatchError, LocalProtocolError, RemoteProtocolError, RowInvalidError
 from ..proto.messages import Activity
@@ -30,6 +31,18 @@ from .plan import IDLE_PLAN, Plan, PlanSettings, decide
 from .turn import Turn
 
 _FAILED_ROW = Row(dummy=True, local_error=True)
+
+
+class _Entry(NamedTuple):
+    """What one exchange begins with."""
+
+    exchange: Exchange | None
+    mine: bytes
+    position: Position
+    place: int
+    size: int
+    rejected: LocalProtocolError | None
+    """The engine's row was not allowed, and another one goes in its place."""
 
 
 class Stepping:
@@ -96,13 +109,13 @@ class Stepping:
                     self._driver.perform(self._core.work_arrived())
                 return IDLE_PLAN
             try:
-                row, position = self._core.begin(row)
+                entry = self._enter_exchange(*self._core.begin(row))
             except LocalProtocolError as error:
                 skipped = error
         if skipped is not None:
             self._fail_step()  # the others wait in the sub-steps that this rank left out
             raise skipped
-        return self._exchange(row, position)
+        return self._exchange(entry)
 
     def substep(self, row: Row = DUMMY) -> Plan:
         """One further synchronised pass of the present step, such as a draft model's. All ranks run `plan.substeps`
@@ -111,8 +124,8 @@ class Stepping:
         with self._driver.changed:
             self._raise_if_over()
             self._raise_if_lost()
-            row, position = self._core.stepper.begin_substep(row)
-        return self._exchange(row, position)
+            entry = self._enter_exchange(*self._core.stepper.begin_substep(row))
+        return self._exchange(entry)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -125,31 +138,36 @@ class Stepping:
         plan = decide(gathered((row,), position), position, self._settings)
         return IDLE_PLAN if plan.over else plan
 
-    def _exchange(self, row: Row, position: Position) -> Plan:
-        """The one place where rows meet."""
+    def _enter_exchange(self, row: Row, position: Position) -> "_Entry":
+        """From here on this rank will exchange a row, whatever happens. The caller holds `changed`."""
         rejected: LocalProtocolError | None = None
         place = self.group_rank
         try:
             mine = pack(row, position, place)
         except LocalProtocolError as error:  # the others wait for a row: give them one that says so
             rejected, mine = error, pack(_FAILED_ROW, position, place)
-        with self._driver.changed:
-            exchange = self._driver.exchange
-            self._driver.gathering = exchange is not None
-            self._enter(Activity.EXCHANGING)
+        exchange = self._driver.exchange
+        self._driver.gathering = exchange is not None
+        self._enter(Activity.EXCHANGING)
+        return _Entry(exchange, mine, position, place, len(self.group_ranks), rejected)
+
+    def _exchange(self, entry: "_Entry") -> Plan:
+        """The one place where rows meet."""
+        exchange, mine, position, place, size, rejected = entry
         began_ns = time.perf_counter_ns()
         try:
             if exchange is None:  # given up between begin and here
                 raise ExchangeInterruptedError("the exchange was given up")
             data = exchange.gather(mine, timeout_ms=self._core.timing.step_deadline_ms)
-            rows = unpack(data, len(self.group_ranks), mine, place)
+            rows = unpack(data, size, mine, place)
         except (ExchangeError, RemoteProtocolError) as error:
             raise self._left(error, exchange, position) from error
         took_us = (time.perf_counter_ns() - began_ns) / 1000
         plan = decide(rows, position, self._settings)
         with self._driver.changed:
             self._driver.gathering = False
-            self._driver.perform(self._core.finish(plan, took_us))
+            if effects := self._core.finish(plan, took_us):
+                self._driver.perform(effects)
             self._enter(Activity.IDLE if plan.over else Activity.STEPPING)
         if rejected is not None:
             raise rejected
@@ -186,8 +204,8 @@ class Stepping:
             with self._driver.changed:
                 if not self.kind.lockstep or not self._core.stepper.running or self._core.closed:
                     return False
-                row, position = self._core.begin_failure(_FAILED_ROW)
-            self._exchange(row, position)
+                entry = self._enter_exchange(*self._core.begin_failure(_FAILED_ROW))
+            self._exchange(entry)
         except (AgentError, RemoteProtocolError):
             pass  # the group knows, or there is none any more; the caller's own error says why
         return True
@@ -202,6 +220,8 @@ class Stepping:
             raise RegistrationRefusedError(refused.reason, refused.detail, tuple(refused.mismatches))
 
     def _raise_if_lost(self) -> None:
+        if self._core.lost is None:
+            return
         lost, effects = self._core.leave_for_fault()
         self._driver.perform(effects)
         if lost is not None:
