@@ -43,9 +43,13 @@ PURE_NAMES = {"random.Random"}  # the type of a generator that is handed in, nev
 PURE_BUILTINS_FORBIDDEN = {"open", "print", "input", "breakpoint", "exec", "eval", "__import__"}
 
 # The command lines may know both sides: `wavekeeper demo` starts a coordinator and ranks.
-COMMAND_LINES = ("coordinator/cli", "coordinator/commands", "coordinator/config_cli", "worker_agent/demo/cli")
+COMMAND_LINES = (
+    *("coordinator/cli", "coordinator/commands", "coordinator/config_cli"),
+    *("worker_agent/bench/cli", "worker_agent/demo/cli"),
+)
 
-DEMO = ("worker_agent/demo/*",)
+DEMO = ("worker_agent/demo/*", "worker_agent/bench/*")
+"""Commands of their own extra, not of an agent inside an engine; the benchmark's peers are torch's."""
 TORCH_EXCHANGE = ("worker_agent/exchange/torch_dist",)
 TORCH = {"torch", "torch_npu", "numpy"}
 

@@ -136,6 +136,16 @@ def test_the_wheel_holds_every_module(in_wheel: set[str]) -> None:
     assert {name for name in in_wheel if name.endswith(".py")} == set(installed())
 
 
+def test_the_wheel_holds_what_was_compiled_and_its_types_and_the_source_archive_its_sources(
+    in_wheel: set[str], in_sdist: set[str]
+) -> None:
+    for module in SETUPTOOLS["ext-modules"]:
+        path = module["name"].replace(".", "/")
+        assert f"{path}.pyi" in in_wheel
+        assert [name for name in in_wheel if name.startswith(f"{path}.") and name.endswith(".so")]
+        assert set(module["sources"]) <= in_sdist
+
+
 def test_the_wheel_holds_types_configurations_the_contract_and_its_vectors(in_wheel: set[str]) -> None:
     assert DATA - in_wheel == set()
     assert any(re.fullmatch(r"wavekeeper/proto/vectors/[^/]+\.json", name) for name in in_wheel)

@@ -4,7 +4,7 @@ Reading order: `agent`, `stepping` and `turn` (what an engine's loop calls), `pl
 `stepper`, `voice` and `core` (one rank's side of the protocol; pure; `events` are what goes in and out), `control`
 (its thread), `forming` (its exchange), `client` (its socket), `exchange/` (how rows travel), `forward_context` (the
 plan inside the model), `offline` (without a coordinator), `front_end` and `front_end_core`, `hooks` (around a hold),
-`errors`, `host`; `demo/` is a small real engine.
+`errors`, `host`; `demo/` is a small real engine, `bench/` measures.
 """
 
 from .agent import RankAgent

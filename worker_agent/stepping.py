@@ -5,6 +5,7 @@ allowed, a turn that was skipped, an exception before the step: each gives the o
 leave by the same door.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,15 @@ class _Entry(NamedTuple):
     """The engine's row was not allowed, and another one goes in its place."""
 
 
+class _Begun(NamedTuple):
+    """An exchange that is under way."""
+
+    entry: _Entry
+    exchange: Exchange
+    began_ns: int
+    """How long it took to begin it."""
+
+
 class Stepping:
     """Exchanges rows for plans. Not thread-safe: one thread drives the loop."""
 
@@ -56,6 +66,7 @@ class Stepping:
         self._driver = driver
         self._core = driver.core
         self._settings = settings
+        self._begun: _Begun | Plan | None = None
 
     @property
     def group_ranks(self) -> tuple[int, ...]:
@@ -73,16 +84,19 @@ class Stepping:
         group.
 
         Raises:
-            StepSkippedError: The turn was left without a step. Every other rank gets `RankFailedError` for the same
-            step.
+            StepSkippedError: The turn was left without a step, and every other rank gets `RankFailedError` for it; or
+            between its halves, and the others run what they have planned.
         """
-        turn = Turn(self.step)
+        turn = Turn(self)
         try:
             yield turn
         except BaseException:
             if not turn.stepped:
                 self._fail_step()
+            self._end_if_begun()
             raise
+        if self._end_if_begun():
+            raise StepSkippedError(f"rank {self.rank} left a turn between begin() and end(), without its plan")
         if not turn.stepped and self._fail_step():
             raise StepSkippedError(f"rank {self.rank} left a turn of a running wave without step()")
 
@@ -98,8 +112,20 @@ class Stepping:
             HeaderMismatchError, RowInvalidError: The ranks are not at the same exchange, or the transport is damaged.
             LocalProtocolError: This row is not allowed; the group was told of a local error.
         """
+        self.begin_step(row)
+        return self.end_step()
+
+    def begin_step(self, row: Row = DUMMY) -> None:
+        """The first half of `step`: the row is on its way, and the engine's own work fits before `end_step`.
+
+        Raises:
+            RankLostError, LocalProtocolError: See `step`; there is no second half then.
+        """
+        if self._begun is not None:
+            raise LocalProtocolError(f"rank {self.rank} has begun a step and not ended it")
         if not self.kind.lockstep:
-            return self._step_alone(row)
+            self._begun = self._step_alone(row)
+            return
         skipped: LocalProtocolError | None = None
         with self._driver.changed:
             self._raise_if_over()
@@ -107,7 +133,8 @@ class Stepping:
             if not self._core.must_step:
                 if row.has_work:
                     self._driver.perform(self._core.work_arrived())
-                return IDLE_PLAN
+                self._begun = IDLE_PLAN
+                return
             try:
                 entry = self._enter_exchange(*self._core.begin(row))
             except LocalProtocolError as error:
@@ -115,7 +142,23 @@ class Stepping:
         if skipped is not None:
             self._fail_step()  # the others wait in the sub-steps that this rank left out
             raise skipped
-        return self._exchange(entry)
+        self._begun = self._begin_exchange(entry)
+
+    def end_step(self) -> Plan:
+        """The second half of `step`: wait for the other rows.
+
+        Raises:
+            LocalProtocolError: No step was begun. Other errors: see `step`.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None:
+            raise LocalProtocolError(f"rank {self.rank} has not begun a step")
+        return begun if isinstance(begun, Plan) else self._end_exchange(begun)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was begun and not ended."""
+        return self._begun is not None
 
     def substep(self, row: Row = DUMMY) -> Plan:
         """One further synchronised pass of the present step, such as a draft model's. All ranks run `plan.substeps`
@@ -125,7 +168,7 @@ class Stepping:
             self._raise_if_over()
             self._raise_if_lost()
             entry = self._enter_exchange(*self._core.stepper.begin_substep(row))
-        return self._exchange(entry)
+        return self._end_exchange(self._begin_exchange(entry))
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -151,18 +194,25 @@ class Stepping:
         self._enter(Activity.EXCHANGING)
         return _Entry(exchange, mine, position, place, len(self.group_ranks), rejected)
 
-    def _exchange(self, entry: "_Entry") -> Plan:
-        """The one place where rows meet."""
-        exchange, mine, position, place, size, rejected = entry
+    def _begin_exchange(self, entry: "_Entry") -> "_Begun":
         began_ns = time.perf_counter_ns()
         try:
-            if exchange is None:  # given up between begin and here
+            if entry.exchange is None:  # given up between begin and here
                 raise ExchangeInterruptedError("the exchange was given up")
-            data = exchange.gather(mine, timeout_ms=self._core.timing.step_deadline_ms)
-            rows = unpack(data, size, mine, place)
+            entry.exchange.begin(entry.mine, timeout_ms=self._core.timing.step_deadline_ms)
+        except ExchangeError as error:
+            raise self._left(error, entry.exchange, entry.position) from error
+        return _Begun(entry, entry.exchange, time.perf_counter_ns() - began_ns)
+
+    def _end_exchange(self, begun: "_Begun") -> Plan:
+        """The one place where rows meet."""
+        (_, mine, position, place, size, rejected), exchange, began_ns = begun
+        since_ns = time.perf_counter_ns()
+        try:
+            rows = unpack(exchange.end(), size, mine, place)
         except (ExchangeError, RemoteProtocolError) as error:
             raise self._left(error, exchange, position) from error
-        took_us = (time.perf_counter_ns() - began_ns) / 1000
+        took_us = (began_ns + time.perf_counter_ns() - since_ns) / 1000
         plan = decide(rows, position, self._settings)
         with self._driver.changed:
             self._driver.gathering = False
@@ -205,9 +255,17 @@ class Stepping:
                 if not self.kind.lockstep or not self._core.stepper.running or self._core.closed:
                     return False
                 entry = self._enter_exchange(*self._core.begin_failure(_FAILED_ROW))
-            self._exchange(entry)
+            self._end_exchange(self._begin_exchange(entry))
         except (AgentError, RemoteProtocolError):
             pass  # the group knows, or there is none any more; the caller's own error says why
+        return True
+
+    def _end_if_begun(self) -> bool:
+        """The others have our row and go on with it: be where they are. Whether there was something to end."""
+        if self._begun is None:
+            return False
+        with contextlib.suppress(AgentError, RemoteProtocolError):
+            self.end_step()
         return True
 
     def _raise_if_over(self) -> None:

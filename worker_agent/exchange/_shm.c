@@ -77,6 +77,7 @@ typedef struct {
     long long arrived_ns; /* when we had seen all rows of the newest exchange */
     long long skew_ns;    /* how long we have been waiting of late, on average */
     long long spin_most_ns;
+    int may_spin;
 } Channel;
 
 static long long now_ns(void)
@@ -210,13 +211,11 @@ static PyObject *wait_and_take(Channel *self, int spin, long long slice_ns)
     return take(self);
 }
 
-PyDoc_STRVAR(swap_doc, "swap(row, number, slice_ns) -> bytes | None\n\n"
-"Write row `number` (64 bytes) and return the rows of all ranks with that number, or None if some are not there after\n"
-"spinning for a while and sleeping for `slice_ns`; then `wait` goes on.");
-static PyObject *swap(Channel *self, PyObject *const *args, Py_ssize_t count)
+PyDoc_STRVAR(post_doc, "post(row, number)\n\nWrite row `number` (64 bytes).");
+static PyObject *post_(Channel *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "swap(row, number, slice_ns)");
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "post(row, number)");
         return NULL;
     }
     char *row;
@@ -226,21 +225,25 @@ static PyObject *swap(Channel *self, PyObject *const *args, Py_ssize_t count)
     if (length != ROW_BYTES)
         return PyErr_Format(PyExc_ValueError, "a row is %d bytes, got %zd", ROW_BYTES, length);
     uint32_t number = (uint32_t)PyLong_AsUnsignedLongMask(args[1]);
-    long long slice_ns = PyLong_AsLongLong(args[2]);
     if (PyErr_Occurred())
         return NULL;
     post(self, row, number);
     self->posted_ns = now_ns();
-    return wait_and_take(self, 1, slice_ns);
+    self->may_spin = 1;
+    Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(wait_doc, "wait(slice_ns) -> bytes | None\n\nGo on waiting for the rows of the exchange that `swap` began.");
+PyDoc_STRVAR(wait_doc, "wait(slice_ns) -> bytes | None\n\n"
+"The rows of all ranks with the number of our newest one, or None if some are not there after sleeping for `slice_ns`.\n"
+"The first wait for a number spins for a while before it sleeps.");
 static PyObject *wait_(Channel *self, PyObject *slice)
 {
     long long slice_ns = PyLong_AsLongLong(slice);
     if (PyErr_Occurred() || !check_open(self))
         return NULL;
-    return wait_and_take(self, 0, slice_ns);
+    int spin = self->may_spin;
+    self->may_spin = 0;
+    return wait_and_take(self, spin, slice_ns);
 }
 
 PyDoc_STRVAR(missing_doc, "missing() -> tuple[int, ...]\n\nRanks whose row of the newest exchange is not there.");
@@ -313,7 +316,7 @@ static PyMemberDef members[] = {
 };
 
 static PyMethodDef methods[] = {
-    {"swap", (PyCFunction)(void (*)(void))swap, METH_FASTCALL, swap_doc},
+    {"post", (PyCFunction)(void (*)(void))post_, METH_FASTCALL, post_doc},
     {"wait", (PyCFunction)wait_, METH_O, wait_doc},
     {"missing", (PyCFunction)missing, METH_NOARGS, missing_doc},
     {"close", (PyCFunction)close_, METH_NOARGS, close_doc},

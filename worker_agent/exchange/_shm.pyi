@@ -12,13 +12,13 @@ class Channel:
     """Never spin for longer than that; 0: sleep at once."""
 
     def __init__(self, memory: mmap | bytearray, size: int, rank: int) -> None: ...
-    def swap(self, row: bytes, number: int, slice_ns: int) -> bytes | None:
-        """Write row `number` (64 bytes) and return the rows of all ranks with that number, or None if some are not
-        there after spinning for a while and sleeping for `slice_ns`; then `wait` goes on.
-        """
+    def post(self, row: bytes, number: int) -> None:
+        """Write row `number` (64 bytes)."""
 
     def wait(self, slice_ns: int) -> bytes | None:
-        """Go on waiting for the rows of the exchange that `swap` began."""
+        """The rows of all ranks with the number of our newest one, or None if some are not there after sleeping for
+        `slice_ns`. The first wait for a number spins for a while before it sleeps.
+        """
 
     def missing(self) -> tuple[int, ...]:
         """Ranks whose row of the newest exchange is not there."""

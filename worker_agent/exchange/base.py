@@ -86,23 +86,36 @@ class Exchange(Protocol):
     process_groups: int
     """How many torch process groups it created."""
 
-    def gather(self, row: bytes, *, timeout_ms: int) -> bytes:
-        """Swap one row with every rank of the group.
+    def begin(self, row: bytes, *, timeout_ms: int) -> None:
+        """Send one row to every rank of the group, and do not wait: `end` does. The caller's own work fits between.
 
         Args:
             row: Exactly 64 bytes; see `wavekeeper.proto.rows`.
-            timeout_ms: Longest wait for the slowest rank, in milliseconds.
+            timeout_ms: Longest wait for the slowest rank, from now, in milliseconds.
+
+        Raises:
+            TypeError: `row` is not `bytes`. Nothing was sent; the group is as it was.
+            LocalProtocolError: `row` is not 64 bytes long, or an exchange is under way. Likewise.
+            ExchangeBrokenError, ExchangeInterruptedError: The group is over.
+        """
+        ...
+
+    def end(self) -> bytes:
+        """Wait for the rows of the exchange that `begin` began.
 
         Returns:
             dp_size * 64 bytes; row index == rank.
 
         Raises:
-            TypeError: `row` is not `bytes`. Nothing was sent; the group is as it was.
-            LocalProtocolError: `row` is not 64 bytes long, or another thread is in `gather`. Likewise.
+            LocalProtocolError: None was begun.
             ExchangeTimeoutError: Some ranks did not arrive; the group is over.
             ExchangeBrokenError: A rank has left or its connection broke; the group is over.
             ExchangeInterruptedError: `interrupt` or `close` was called; the group is over.
         """
+        ...
+
+    def gather(self, row: bytes, *, timeout_ms: int) -> bytes:
+        """`begin` and `end` in one."""
         ...
 
     def interrupt(self) -> None:
@@ -147,7 +160,7 @@ def check_row(row: object) -> None:
 
 
 class GuardedExchange:
-    """Rules 1 to 3 of this file; a transport adds `_exchange` and `_release`."""
+    """Rules 1 to 3 of this file; a transport adds `_post`, `_collect` and `_release`."""
 
     name: str
     process_groups: int = 0
@@ -160,25 +173,34 @@ class GuardedExchange:
         self._interrupted = False
         self._failure: ExchangeError | None = None
         self._released = False
+        self._deadline: Deadline | None = None
+        """Of the exchange that is under way."""
         self._in_use = threading.Lock()
+
+    def begin(self, row: bytes, *, timeout_ms: int) -> None:
+        """See `Exchange.begin`."""
+        check_row(row)
+        with self._one_thread():
+            self._refuse_if_over()
+            if self._deadline is not None:
+                raise LocalProtocolError(f"exchange {self._count} of {self.group.key} was begun and not ended")
+            self._count += 1
+            self._deadline = deadline = Deadline(timeout_ms)
+            self._post(row, deadline)
+
+    def end(self) -> bytes:
+        """See `Exchange.end`."""
+        with self._one_thread():
+            self._refuse_if_over()
+            deadline, self._deadline = self._deadline, None
+            if deadline is None:
+                raise LocalProtocolError(f"no exchange of {self.group.key} was begun")
+            return self._collect(deadline)
 
     def gather(self, row: bytes, *, timeout_ms: int) -> bytes:
         """See `Exchange.gather`."""
-        check_row(row)
-        if not self._in_use.acquire(blocking=False):
-            self._raise_if_interrupted()  # then it is `close` that holds it
-            raise LocalProtocolError(
-                f"two threads use the {self.name} exchange of rank {self.group.rank} at the same time"
-            )
-        try:
-            self._refuse_if_over()
-            self._count += 1
-            return self._exchange(row, Deadline(timeout_ms))
-        except ExchangeError as error:
-            self._failure = error
-            raise
-        finally:
-            self._in_use.release()
+        self.begin(row, timeout_ms=timeout_ms)
+        return self.end()
 
     def interrupt(self) -> None:
         """See `Exchange.interrupt`. A plain store: the gather in progress looks at it after every slice of its wait."""
@@ -197,6 +219,17 @@ class GuardedExchange:
         finally:
             self._in_use.release()
 
+    def _one_thread(self) -> "_OneThread":
+        if not self._in_use.acquire(blocking=False):
+            self._raise_if_interrupted()  # then it is `close` that holds it
+            raise LocalProtocolError(
+                f"two threads use the {self.name} exchange of rank {self.group.rank} at the same time"
+            )
+        return _OneThread(self)
+
+    def _failed(self, error: ExchangeError) -> None:
+        self._failure = error
+
     def _refuse_if_over(self) -> None:
         self._raise_if_interrupted()
         failure = self._failure
@@ -208,18 +241,42 @@ class GuardedExchange:
         if self._interrupted:
             raise ExchangeInterruptedError(f"{self.name} exchange {self._count} of {self.group.key} was interrupted")
 
-    def _exchange(self, row: bytes, deadline: Deadline) -> bytes:
+    def _post(self, row: bytes, deadline: Deadline) -> None:
+        raise NotImplementedError
+
+    def _collect(self, deadline: Deadline) -> bytes:
         raise NotImplementedError
 
     def _release(self) -> None:
         raise NotImplementedError
 
 
+class _OneThread:
+    """While this lasts its thread has the exchange; an exchange that fails meanwhile is over."""
+
+    __slots__ = ("_exchange",)
+
+    def __init__(self, exchange: GuardedExchange) -> None:
+        self._exchange = exchange
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, ExchangeError):
+            self._exchange._failed(error)
+        self._exchange._in_use.release()
+
+
 class SoloExchange(GuardedExchange):
     """A group of one: its row is all rows. No segment, no process group, no collective."""
 
-    def _exchange(self, row: bytes, deadline: Deadline) -> bytes:
-        return row
+    _row = b""
+
+    def _post(self, row: bytes, deadline: Deadline) -> None:
+        self._row = row
+
+    def _collect(self, deadline: Deadline) -> bytes:
+        return self._row
 
     def _release(self) -> None:
         pass

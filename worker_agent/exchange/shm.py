@@ -61,7 +61,8 @@ class ShmExchange(GuardedExchange):
             self._channel = Channel(self._segment.memory, group.dp_size, group.rank)
             try:
                 for self._count in (1, 2):
-                    self._exchange(bytes(ROW_BYTES), deadline)
+                    self._post(bytes(ROW_BYTES), deadline)
+                    self._collect(deadline)
             except ExchangeBrokenError:
                 # A rank died while the group met, perhaps one of an earlier run of this name: meet again without it.
                 self._release()
@@ -76,9 +77,11 @@ class ShmExchange(GuardedExchange):
     def _owner_word(self, rank: int) -> int:
         return (HEADER_BYTES + rank * AREA_BYTES + _OWNER_AT) // 8
 
-    def _exchange(self, row: bytes, deadline: Deadline) -> bytes:
-        number = self._count % NUMBERS
-        rows = self._channel.swap(row, number, min(deadline.left_ns(), _SLICE_NS))
+    def _post(self, row: bytes, deadline: Deadline) -> None:
+        self._channel.post(row, self._count % NUMBERS)
+
+    def _collect(self, deadline: Deadline) -> bytes:
+        rows = self._channel.wait(min(deadline.left_ns(), _SLICE_NS))
         gone: list[int] = []
         while rows is None:
             self._raise_if_interrupted()
@@ -88,7 +91,7 @@ class ShmExchange(GuardedExchange):
                 raise ExchangeBrokenError(self.name, lost, "its process has ended or has left the group")
             left_ns = deadline.left_ns()
             if missing and left_ns == 0:
-                raise ExchangeTimeoutError(self.name, missing, deadline.timeout_ms, f"count {number}")
+                raise ExchangeTimeoutError(self.name, missing, deadline.timeout_ms, f"count {self._count}")
             gone = [rank for rank in missing if self._is_gone(rank)]
             rows = self._channel.wait(0 if gone else min(left_ns, _SLICE_NS))
         return rows
