@@ -416,11 +416,12 @@ class RankCore(Voice):
         form = self._form
         self._is_spare = form is None
         if form is None:  # alive, and part of nothing
-            self.mode, self.group_ranks, self.group_next = Mode.JOINING, (), ""
+            self.mode, self.group_ranks, self.group_rank, self.group_next = Mode.JOINING, (), 0, ""
             self._heartbeat_ms = 0
             self._out.append(Wake())
             return
         self.group_ranks = tuple(member.rank for member in form.members)
+        self.group_rank = self.group_ranks.index(self.identity.rank)
         self.group_next = form.members[(self.group_rank + 1) % len(form.members)].incarnation
         self.stepper.rank = self.group_rank
         self.mode = Mode.FORMING

@@ -60,6 +60,7 @@ class Stepping:
 
     def __init__(self, driver: Control | OfflineDriver, settings: PlanSettings, rank: int, dp_size: int) -> None:
         self.kind = driver.core.kind
+        self._lockstep = driver.core.kind.lockstep
         self.rank = rank
         self.dp_size = dp_size
         """As configured; `group_ranks` is who makes up the group now."""
@@ -123,7 +124,7 @@ class Stepping:
         """
         if self._begun is not None:
             raise LocalProtocolError(f"rank {self.rank} has begun a step and not ended it")
-        if not self.kind.lockstep:
+        if not self._lockstep:
             self._begun = self._step_alone(row)
             return
         skipped: LocalProtocolError | None = None
@@ -252,7 +253,7 @@ class Stepping:
         """Tell the group that this rank cannot take its step. False: no wave runs, so nobody waits."""
         try:
             with self._driver.changed:
-                if not self.kind.lockstep or not self._core.stepper.running or self._core.closed:
+                if not self._lockstep or not self._core.stepper.running or self._core.closed:
                     return False
                 entry = self._enter_exchange(*self._core.begin_failure(_FAILED_ROW))
             self._end_exchange(self._begin_exchange(entry))

@@ -55,6 +55,8 @@ class Voice:
         self.group = ""
         self.group_ranks: tuple[int, ...] = ()
         """Ranks of the group, in the order of their places."""
+        self.group_rank = 0
+        """This rank's place in its group: index in the tuples of a plan. An independent rank is a group of its own."""
         self.group_next = ""
         """Incarnation of the member after this one."""
         self.exchange = ""
@@ -74,11 +76,6 @@ class Voice:
         self._load_dirty = False
         self._load_sent_ms = now_ms - LOAD_INTERVAL_MS
         self._out: list[Effect] = []
-
-    @property
-    def group_rank(self) -> int:
-        """This rank's place in its group: index in the tuples of a plan. An independent rank is a group of its own."""
-        return self.group_ranks.index(self.identity.rank) if self.identity.rank in self.group_ranks else 0
 
     def at(self) -> At:
         """This rank's whole position."""

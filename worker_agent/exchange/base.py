@@ -180,22 +180,32 @@ class GuardedExchange:
     def begin(self, row: bytes, *, timeout_ms: int) -> None:
         """See `Exchange.begin`."""
         check_row(row)
-        with self._one_thread():
-            self._refuse_if_over()
+        self._take()
+        try:
             if self._deadline is not None:
                 raise LocalProtocolError(f"exchange {self._count} of {self.group.key} was begun and not ended")
             self._count += 1
             self._deadline = deadline = Deadline(timeout_ms)
             self._post(row, deadline)
+        except ExchangeError as error:
+            self._failure = error
+            raise
+        finally:
+            self._in_use.release()
 
     def end(self) -> bytes:
         """See `Exchange.end`."""
-        with self._one_thread():
-            self._refuse_if_over()
+        self._take()
+        try:
             deadline, self._deadline = self._deadline, None
             if deadline is None:
                 raise LocalProtocolError(f"no exchange of {self.group.key} was begun")
             return self._collect(deadline)
+        except ExchangeError as error:
+            self._failure = error
+            raise
+        finally:
+            self._in_use.release()
 
     def gather(self, row: bytes, *, timeout_ms: int) -> bytes:
         """See `Exchange.gather`."""
@@ -219,16 +229,16 @@ class GuardedExchange:
         finally:
             self._in_use.release()
 
-    def _one_thread(self) -> "_OneThread":
+    def _take(self) -> None:
+        """Take the lock of an exchange that is not over; the caller releases it."""
         if not self._in_use.acquire(blocking=False):
             self._raise_if_interrupted()  # then it is `close` that holds it
             raise LocalProtocolError(
                 f"two threads use the {self.name} exchange of rank {self.group.rank} at the same time"
             )
-        return _OneThread(self)
-
-    def _failed(self, error: ExchangeError) -> None:
-        self._failure = error
+        if self._interrupted or self._failure is not None:
+            self._in_use.release()
+            self._refuse_if_over()
 
     def _refuse_if_over(self) -> None:
         self._raise_if_interrupted()
@@ -249,22 +259,6 @@ class GuardedExchange:
 
     def _release(self) -> None:
         raise NotImplementedError
-
-
-class _OneThread:
-    """While this lasts its thread has the exchange; an exchange that fails meanwhile is over."""
-
-    __slots__ = ("_exchange",)
-
-    def __init__(self, exchange: GuardedExchange) -> None:
-        self._exchange = exchange
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, ExchangeError):
-            self._exchange._failed(error)
-        self._exchange._in_use.release()
 
 
 class SoloExchange(GuardedExchange):
