@@ -1,4 +1,5 @@
-# Needs Python 3.11 or newer and bash. Everything is installed into $(VENV); a change of pyproject.toml updates it.
+# Needs Python 3.11 or newer with its headers, a C compiler and bash. Everything is installed into $(VENV); a change of
+# pyproject.toml or of a C file updates it.
 PYTHON ?= python3
 VENV ?= .venv
 # Ranks of the demo need torch; name another version, or a wheel, with TORCH=...
