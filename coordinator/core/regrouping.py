@@ -102,6 +102,8 @@ class Regrouping(Holding):
         return self._move_on(RegroupState.DRAINING)  # from now on nobody sends to those who leave
 
     def _draining(self, regroup: Regroup, now_ms: int) -> bool:
+        if self._not_prepared(regroup):
+            return self._move_on(RegroupState.PREPARING)  # one that was there has gone again
         late = self._not_drained(regroup)
         if now_ms >= regroup.deadline_ms:
             reason = f"rank {names(late)} still had work at the deadline"
@@ -115,6 +117,9 @@ class Regrouping(Holding):
         if self.phase is Phase.HELD and (late := self._not_drained(regroup)):  # sent to it before that was known
             self._resume(now_ms, f"rank {names(late)} has got more work, and will be a spare")
             return self._move_on(RegroupState.DRAINING)
+        if self.phase is Phase.HELD and (missing := self._not_prepared(regroup)):
+            self._resume(now_ms, f"rank {names(missing)} has gone, and would be part of the new group")
+            return self._move_on(RegroupState.PREPARING)
         if self.phase is Phase.HELD:
             self.operation = None
             self.members.move(regroup.target)

@@ -195,6 +195,27 @@ def test_a_replacement_after_a_shrink_is_a_spare_until_an_operator_scales() -> N
     serves(cluster, 1)
 
 
+def test_a_new_rank_that_goes_before_the_commit_sends_everybody_back_to_work_until_it_is_there_again() -> None:
+    """Found by seed 13450 of the simulator: a group was formed that lacked one of its ranks."""
+    cluster = formed_cluster(3)
+    wishes(cluster, ScaleWish(1))
+    cluster.settle()
+    cluster.engines[0].device_idle = False
+    wishes(cluster, ScaleWish(3))
+    cluster.settle()
+    assert state(cluster)[0] is RegroupState.STOPPING
+    cluster.kill(2)
+    cluster.engines[0].device_idle = True
+    cluster.settle()
+
+    assert state(cluster)[0] is RegroupState.PREPARING and cluster.is_in(Phase.IDLE)
+    serves(cluster, 0)
+    cluster.replace(2)
+    cluster.settle()
+    assert state(cluster)[0] is RegroupState.DONE and up(cluster) == [0, 1, 2]
+    serves(cluster, 2)
+
+
 def test_shrinking_takes_the_place_of_a_scaling_that_cannot_come_true() -> None:
     cluster = formed_cluster(3)
     wishes(cluster, ScaleWish(2))

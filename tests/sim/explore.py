@@ -63,6 +63,7 @@ SYSTEMS: tuple[tuple[int, Budget, int], ...] = (
     (2, Budget(requests=1, deaths=1), 40_000),
     (2, Budget(requests=1, holds=1), 40_000),
     (2, Budget(requests=1, scales=1, deadlines=1), 40_000),
+    (2, Budget(scales=2, deaths=1), 40_000),
     (3, Budget(requests=1), 40_000),
     (2, Budget(requests=1, lost=1, doubled=1, overtaken=1), 30_000),
     (3, Budget(requests=1, lost=1, deaths=1, restarts=1), 30_000),
