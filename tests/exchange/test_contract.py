@@ -77,6 +77,44 @@ def test_a_wrong_row_is_refused_before_anybody_else_is_touched(fleet: Fleet) -> 
         assert gather_all(exchanges) == [all_rows(2)] * 2, f"after {what}"
 
 
+def test_the_two_halves_of_an_exchange_give_what_the_whole_gives(fleet: Fleet) -> None:
+    """Rank 0 takes it in halves, with work of its own between; the others need not know."""
+    exchanges = fleet.form(3)
+
+    def one(rank: int) -> bytes:
+        if rank:
+            return exchanges[rank].gather(row(rank), timeout_ms=LONG_MS)
+        exchanges[0].begin(row(0), timeout_ms=LONG_MS)
+        sum(range(10_000))
+        return exchanges[0].end()
+
+    for _ in range(3):
+        assert together(one, range(3)) == [all_rows(3)] * 3
+
+
+def test_halves_come_in_pairs_and_a_mistake_touches_nobody(fleet: Fleet) -> None:
+    exchanges = fleet.form(2)
+    with pytest.raises(LocalProtocolError, match="was begun"):
+        exchanges[0].end()
+
+    def twice(rank: int) -> bytes:
+        exchanges[rank].begin(row(rank), timeout_ms=LONG_MS)
+        with pytest.raises(LocalProtocolError, match="begun and not ended"):
+            exchanges[rank].begin(row(rank), timeout_ms=LONG_MS)
+        return exchanges[rank].end()
+
+    assert together(twice, range(2)) == [all_rows(2)] * 2
+    assert gather_all(exchanges) == [all_rows(2)] * 2
+
+
+def test_an_exchange_that_is_closed_between_its_halves_is_over_and_hangs_nobody(fleet: Fleet) -> None:
+    exchanges = fleet.form(2)
+    exchanges[0].begin(row(0), timeout_ms=LONG_MS)
+    exchanges[0].close()
+    with pytest.raises(ExchangeInterruptedError):
+        exchanges[0].end()
+
+
 def test_two_thousand_exchanges_with_random_delays_stay_in_step(fleet: Fleet) -> None:
     dp_size = 3
     exchanges = fleet.form(dp_size)
