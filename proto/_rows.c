@@ -20,7 +20,7 @@
 #define GRAPH_MODES 3
 #define SENTINEL (-1)
 
-enum { FLAGS = 4, TOKENS, PADDED, REQS, UNIFORM, QUERY, LOGPROB, MODES, FURTHER, ENGINE, ENGINE_2, CRC };
+enum { FLAGS = 4, TOKENS, PADDED, REQS, UNIFORM, QUERY, LOGPROB, MODES, WAITED, ENGINE, ENGINE_2, CRC };
 enum { HAS_WORK = 1, HAS_PREFILL = 2, CAN_GRAPH = 4, WANTS_UB = 8, HOLD = 16, ERROR = 32, DUMMY = 64, CAN_FORWARD = 128 };
 
 typedef struct {
@@ -31,7 +31,9 @@ typedef struct {
     int batch_flags;          /* or of the rows that carry a batch */
     int batches;              /* rows with tokens that are no dummies */
     int holds_work;
-    int graph_mode;           /* the least of all rows */
+    int graph_mode, best_graph_mode; /* the least and the best of all rows */
+    int last;                 /* who waited least in the exchange before: the one that the others waited for */
+    int least_waited, most_waited;
     int substeps;             /* the most of all rows */
     int least_tokens, most_tokens, most_padded, most_query;
     int uniform, forward_mode; /* agreed among batches; -1: none or differing */
@@ -74,7 +76,8 @@ static int is_plausible(const int32_t *words)
 {
     int dummy = (words[FLAGS] & DUMMY) != 0;
     return dummy == (words[TOKENS] == SENTINEL) && words[TOKENS] >= SENTINEL && words[PADDED] >= 0 && words[REQS] >= 0 &&
-           words[UNIFORM] >= -1 && words[QUERY] >= 0 && words[LOGPROB] >= 0 && graph_mode_of(words) < GRAPH_MODES &&
+           words[UNIFORM] >= -1 && words[QUERY] >= 0 && words[LOGPROB] >= 0 && words[WAITED] >= 0 &&
+           graph_mode_of(words) < GRAPH_MODES &&
            (words[PADDED] == 0 || dummy || words[PADDED] >= words[TOKENS]);
 }
 
@@ -82,12 +85,18 @@ static int more(int one, int other) { return one > other ? one : other; }
 
 static int agreed(int before, int now, int first) { return first || before == now ? now : -1; }
 
-static void count(Rows *self, const int32_t *words)
+static void count(Rows *self, const int32_t *words, int rank)
 {
     int flags = words[FLAGS] & 0xFF, mode = graph_mode_of(words);
     self->any_flags |= flags;
     self->all_flags &= flags;
     self->graph_mode = mode < self->graph_mode ? mode : self->graph_mode;
+    self->best_graph_mode = more(self->best_graph_mode, mode);
+    self->most_waited = more(self->most_waited, words[WAITED]);
+    if (rank == 0 || words[WAITED] < self->least_waited) {
+        self->least_waited = words[WAITED];
+        self->last = rank;
+    }
     self->substeps = more(self->substeps, words[MODES] >> 16 & 0xFFFF);
     self->holds_work |= (flags & HAS_WORK) != 0;
     if (flags & DUMMY || words[TOKENS] == 0)
@@ -137,7 +146,7 @@ static int read_rows(Rows *self, const char *mine, Py_ssize_t place)
         row_at(data, rank, words);
         if (!is_plausible(words))
             return fault("body", rank);
-        count(self, words);
+        count(self, words, (int)rank);
     }
     return 0;
 }
@@ -333,19 +342,20 @@ static int read_row(PyObject *row, int32_t *words)
     return 0;
 }
 
-PyDoc_STRVAR(pack_doc, "pack(row, position, place) -> bytes | None\n\n"
+PyDoc_STRVAR(pack_doc, "pack(row, position, place, waited_us) -> bytes | None\n\n"
 "The 64 bytes of a row, or None if a value has the wrong type or range.");
 static PyObject *pack(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 3 || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != 5) {
-        PyErr_SetString(PyExc_TypeError, "pack(row, position, place)");
+    if (count != 4 || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != 5) {
+        PyErr_SetString(PyExc_TypeError, "pack(row, position, place, waited_us)");
         return NULL;
     }
     int32_t words[WORDS] = {0}, operation, substep, place;
     PyObject **position = ((PyTupleObject *)args[1])->ob_item;
     int wrong = number_in(position[0], 0, 0xFF, &operation) || number_in(position[1], 0, INT32_MAX, &words[1]) ||
                 number_in(position[2], 0, INT32_MAX, &words[2]) || number_in(position[3], 0, INT32_MAX, &words[3]) ||
-                number_in(position[4], 0, 0xFFFF, &substep) || number_in(args[2], 0, 0xFFFF, &place);
+                number_in(position[4], 0, 0xFFFF, &substep) || number_in(args[2], 0, 0xFFFF, &place) ||
+                number_in(args[3], 0, INT32_MAX, &words[WAITED]);
     if (!wrong) {
         words[0] = (int32_t)(LAYOUT | (uint32_t)operation << 8 | (uint32_t)substep << 16);
         words[FLAGS] = (int32_t)((uint32_t)place << 16);
@@ -384,6 +394,10 @@ static PyMemberDef members[] = {
     COUNT(batches, "Rows with a batch: tokens, and no dummy."),
     COUNT(holds_work, "Whether any row holds work; tokens are work."),
     COUNT(graph_mode, "The least graph mode of all rows."),
+    COUNT(best_graph_mode, "The best graph mode of all rows."),
+    COUNT(last, "Who waited least in the exchange before this one, so was the last to arrive in it."),
+    COUNT(least_waited, "How long that one waited, in microseconds."),
+    COUNT(most_waited, "The longest wait of the exchange before this one, in microseconds."),
     COUNT(substeps, "The most sub-steps of all rows."),
     COUNT(least_tokens, "Of the batches; 0 if there is none."),
     COUNT(most_tokens, "Of the batches."),

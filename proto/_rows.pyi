@@ -1,6 +1,6 @@
 """The C side of rows.py."""
 
-def pack(row: object, position: tuple[int, int, int, int, int], place: int) -> bytes | None:
+def pack(row: object, position: tuple[int, int, int, int, int], place: int, waited_us: int) -> bytes | None:
     """The 64 bytes of a row, or None if a value has the wrong type or range."""
 
 class Fault(Exception):
@@ -23,6 +23,13 @@ class Rows:
     """Whether any row holds work; tokens are work."""
     graph_mode: int
     """The least graph mode of all rows."""
+    best_graph_mode: int
+    last: int
+    """Who waited least in the exchange before this one, so was the last to arrive in it."""
+    least_waited: int
+    """How long that one waited, in microseconds."""
+    most_waited: int
+    """The longest wait of the exchange before this one, in microseconds."""
     substeps: int
     """The most sub-steps of all rows."""
     least_tokens: int

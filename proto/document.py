@@ -27,6 +27,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     m.Load,
     m.Counters,
     m.Member,
+    m.Costs,
     m.HoldOrder,
     m.Mismatch,
     m.Timing,

@@ -128,6 +128,23 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting_tokens: Count = 0
 
 
+class Costs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one rank costs its group, and the group it."""
+
+    exchange_us: Count = 0
+    """Time inside exchanges, all together."""
+    waited_us: Count = 0
+    """The part of it that was spent waiting for the others."""
+    last_arrivals: Count = 0
+    """Exchanges in which this rank was the last to arrive: the others waited for it."""
+    forced_eager: Count = 0
+    """Steps that ran without a graph because of this rank, though another one had one."""
+    forced_padding: Count = 0
+    """Steps in which others were padded to this rank's batch."""
+    padding_tokens: Count = 0
+    """Tokens that this rank fed beyond its own, a dummy's included."""
+
+
 class Counters(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a rank has done since its incarnation began. A dense rank's group figures are counted, not assumed."""
 
@@ -144,6 +161,7 @@ class Counters(msgspec.Struct, frozen=True, omit_defaults=True):
     wave_messages: Count = 0
     exchange_p50_us: float = 0.0
     exchange_p99_us: float = 0.0
+    costs: Costs = Costs()
 
 
 class Member(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -13,7 +13,7 @@ CRC-32 of the other fifteen, so that a damaged row is never taken for a plan.
           9      max_query_len
           10     num_tokens_for_logprob
           11     bits 0-15 forward mode, 16-31 sub-steps wished for
-          12     further flags
+          12     how long the owner waited in its exchange before this one, in microseconds
           13-14  words that the engine defines
           15     CRC-32 of words 0-14
 
@@ -117,7 +117,7 @@ DUMMY = Row(dummy=True, graph_mode=GraphMode.FULL, can_run_graph=True, wants_mic
 class Word:
     """Index of a word."""
 
-    FLAGS, TOKENS, PADDED, REQS, UNIFORM, QUERY, LOGPROB, MODES, FURTHER, ENGINE = range(4, 14)
+    FLAGS, TOKENS, PADDED, REQS, UNIFORM, QUERY, LOGPROB, MODES, WAITED, ENGINE = range(4, 14)
     CRC = 15
 
 
@@ -127,13 +127,13 @@ class Flag:
     HAS_WORK, HAS_PREFILL, CAN_GRAPH, WANTS_MICROBATCH, HOLD, ERROR, DUMMY, CAN_FORWARD = (1 << i for i in range(8))
 
 
-def pack(row: Row, position: Position, rank: int) -> bytes:
-    """Return the 64 bytes of a row.
+def pack(row: Row, position: Position, rank: int, waited_us: int = 0) -> bytes:
+    """Return the 64 bytes of a row. `waited_us` is how long its owner waited in its exchange before this one.
 
     Raises:
         LocalProtocolError: A value has the wrong type or range; the text names the field. Nothing was sent.
     """
-    packed = _rows.pack(row, position, rank)
+    packed = _rows.pack(row, position, rank, min(waited_us, INT32_MAX))
     if packed is None:
         raise LocalProtocolError(_what_is_wrong(row))
     return packed

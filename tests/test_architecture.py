@@ -24,6 +24,7 @@ TOOLS = ("proto/document", "proto/process_identity")
 # Decisions, and what they are made of. Time, randomness and the network are arguments here.
 PURE = (
     "coordinator/core/*",
+    "worker_agent/attribution",
     "worker_agent/core",
     "worker_agent/events",
     "worker_agent/errors",

@@ -1,10 +1,10 @@
 """The side that lives beside an engine: the agent of a rank, and the client of a front-end.
 
 Reading order: `agent`, `stepping` and `turn` (what an engine's loop calls), `plan` (what a step does; pure),
-`stepper`, `voice` and `core` (one rank's side of the protocol; pure; `events` are what goes in and out), `control`
-(its thread), `forming` (its exchange), `client` (its socket), `exchange/` (how rows travel), `forward_context` (the
-plan inside the model), `offline` (without a coordinator), `front_end` and `front_end_core`, `hooks` (around a hold),
-`errors`, `host`; `demo/` is a small real engine, `bench/` measures.
+`stepper` with `attribution`, `voice` and `core` (one rank's side of the protocol; pure; `events` are what goes in and
+out), `control` (its thread), `forming` (its exchange), `client` (its socket), `exchange/` (how rows travel),
+`forward_context` (the plan inside the model), `offline` (without a coordinator), `front_end` and `front_end_core`,
+`hooks` (around a hold), `errors`, `host`; `demo/` is a small real engine, `bench/` measures.
 """
 
 from .agent import RankAgent

@@ -171,10 +171,10 @@ class RankCore(Voice):
         self._out.append(Wake())
         return self._flush()
 
-    def finish(self, plan: Plan, exchange_us: float) -> list[Effect]:
-        """The exchange that was begun has given this plan."""
+    def finish(self, plan: Plan, exchange_us: float, waited_us: float = 0.0) -> list[Effect]:
+        """The exchange that was begun has given this plan, after waiting for the others for so long."""
         steps = plan.step
-        if self.stepper.finish(plan, exchange_us):
+        if self.stepper.finish(plan, exchange_us, waited_us):
             self.mode = Mode.IDLE
             self._send(
                 WaveComplete,
@@ -426,6 +426,7 @@ class RankCore(Voice):
         self.stepper.rank = self.group_rank
         self.mode = Mode.FORMING
         self.stepper.epoch, self.stepper.wave, self.stepper.step = form.epoch, form.wave, 0
+        self.stepper.attribution.waited_us = 0  # in another group
         self.stepper.ended_at = form.wave, 0
         self._out.append(Build(form))
         self._heartbeat_ms = 0

@@ -70,9 +70,9 @@ class OfflineCore:
         self.stepper.work_arrived()
         return [Wake()]
 
-    def finish(self, plan: Plan, exchange_us: float) -> list[Effect]:
+    def finish(self, plan: Plan, exchange_us: float, waited_us: float = 0.0) -> list[Effect]:
         """The exchange that was begun has given this plan."""
-        if self.stepper.finish(plan, exchange_us):
+        if self.stepper.finish(plan, exchange_us, waited_us):
             self.mode = Mode.IDLE
         return []
 

@@ -12,6 +12,7 @@ import msgspec
 from ..proto.errors import LocalProtocolError
 from ..proto.messages import Counters
 from ..proto.rows import Operation, Position, Row
+from .attribution import Attribution
 from .plan import Outcome, Plan, Role
 
 EXCHANGE_SAMPLES_MAX = 2048
@@ -32,6 +33,7 @@ class Stepper:
         self.process_groups = 0
         self.preflights = 0
         self.wave_messages = 0
+        self.attribution = Attribution()
         self.ended_at = (0, 0)
         """Wave and step of the exchange that ended the last wave; the same on all ranks of a group."""
         self._arrived = False
@@ -93,11 +95,12 @@ class Stepper:
         """Begin whatever exchange the others wait in, to tell them that this rank cannot go on."""
         return self.begin_substep(row) if self._substep < self._substeps else self.begin(row)
 
-    def finish(self, plan: Plan, exchange_us: float) -> bool:
-        """Take in the plan of the exchange that was begun. True: it ended the wave."""
+    def finish(self, plan: Plan, exchange_us: float, waited_us: float = 0.0) -> bool:
+        """Take in the plan of the exchange that was begun, and how long it took. True: it ended the wave."""
         self.inside = False
         self._group_operations += 1
         self._exchange_us.append(exchange_us)
+        self.attribution.count(plan, self.rank, exchange_us, waited_us)
         if plan.substep:
             # After a failure all ranks leave the rest of the step out; all have seen it.
             self._substep, self._substeps = plan.substep, 0 if plan.failed else self._substeps
@@ -144,6 +147,7 @@ class Stepper:
             preflights=self.preflights,
             process_groups=self.process_groups,
             wave_messages=self.wave_messages,
+            costs=self.attribution.costs(),
             exchange_p50_us=round(times[len(times) // 2], 1) if times else 0.0,
             exchange_p99_us=round(times[len(times) * 99 // 100], 1) if times else 0.0,
         )

@@ -187,7 +187,7 @@ class Stepping:
         rejected: LocalProtocolError | None = None
         place = self.group_rank
         try:
-            mine = pack(row, position, place)
+            mine = pack(row, position, place, self._core.stepper.attribution.waited_us)
         except LocalProtocolError as error:  # the others wait for a row: give them one that says so
             rejected, mine = error, pack(_FAILED_ROW, position, place)
         exchange = self._driver.exchange
@@ -210,14 +210,16 @@ class Stepping:
         (_, mine, position, place, size, rejected), exchange, began_ns = begun
         since_ns = time.perf_counter_ns()
         try:
-            rows = unpack(exchange.end(), size, mine, place)
+            data = exchange.end()
+            waited_us = (time.perf_counter_ns() - since_ns) / 1000
+            rows = unpack(data, size, mine, place)
         except (ExchangeError, RemoteProtocolError) as error:
             raise self._left(error, exchange, position) from error
         took_us = (began_ns + time.perf_counter_ns() - since_ns) / 1000
         plan = decide(rows, position, self._settings)
         with self._driver.changed:
             self._driver.gathering = False
-            if effects := self._core.finish(plan, took_us):
+            if effects := self._core.finish(plan, took_us, waited_us):
                 self._driver.perform(effects)
             self._enter(Activity.IDLE if plan.over else Activity.STEPPING)
         if rejected is not None:

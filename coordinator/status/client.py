@@ -16,7 +16,7 @@ import msgspec
 
 from ...proto.messages import Activity, Phase
 from ..core.view import DeploymentView, RankView
-from .report import Status, coordination_cost, degradation, duration, exchange_words, percent, readiness
+from .report import Status, coordination_cost, degradation, duration, exchange_words, last_share, percent, readiness
 
 ANSWER_S_MAX = 5.0
 ANSWER_BYTES_MAX = 64 << 20
@@ -167,7 +167,7 @@ def _block(d: DeploymentView, paint: _Paint) -> Iterable[str]:
         yield paint(f"  ! {_plain(text)}", "33")
     rows = [_HEAD, *(_cells(rank) for rank in d.ranks)]
     if not d.lockstep:
-        rows = [row[:3] + row[5:] for row in rows]  # a dense rank has no wave and no step
+        rows = [row[:3] + row[6:] for row in rows]  # a dense rank has no wave, and nobody waits for it
     yield from _table(rows)
 
 
@@ -182,7 +182,7 @@ def _troubles(d: DeploymentView) -> Iterable[str]:
         yield f"a start waits for {duration(start.waiting_s)}, asked for by {start.asked_by}"
 
 
-_HEAD = ["rank", "mode", "activity", "wave", "step", "running", "waiting", "KV", "heard", "host", "serves at"]
+_HEAD = ["rank", "mode", "activity", "wave", "step", "last", "running", "waiting", "KV", "heard", "host", "serves at"]
 _LEFT = {"mode", "activity", "host", "serves at"}
 
 
@@ -194,7 +194,9 @@ def _cells(rank: RankView) -> list[str]:
         str(rank.rank),
         rank.mode,
         f"{rank.activity or Activity.IDLE} {duration(rank.activity_s)}",
-        *map(str, (rank.wave, rank.step, load.running, load.waiting)),
+        *map(str, (rank.wave, rank.step)),
+        last_share(rank),
+        *map(str, (load.running, load.waiting)),
         percent(load.kv_cache_usage),
         duration(rank.heard_s),
         _plain(rank.host) or "-",

@@ -55,6 +55,21 @@ _OF_RANK: dict[str, tuple[str, Callable[[RankView], float]]] = {
     ),
     "rank_steps_total": ("Steps of this incarnation of the rank.", lambda r: r.counters.steps),
     "rank_dummy_steps_total": ("Those of them that it ran without work.", lambda r: r.counters.dummy_steps),
+    "rank_exchanging_seconds_total": ("Time inside exchanges.", lambda r: r.counters.costs.exchange_us / 1e6),
+    "rank_exchange_waiting_seconds_total": (
+        "The part of it that was spent waiting for the others.",
+        lambda r: r.counters.costs.waited_us / 1e6,
+    ),
+    "rank_last_arrivals_total": (
+        "Exchanges in which the others waited for this rank.",
+        lambda r: r.counters.costs.last_arrivals,
+    ),
+    "rank_forced_eager_total": ("Steps without a graph because of it.", lambda r: r.counters.costs.forced_eager),
+    "rank_forced_padding_total": (
+        "Steps in which others were padded to its batch.",
+        lambda r: r.counters.costs.forced_padding,
+    ),
+    "rank_padding_tokens_total": ("Tokens that it fed beyond its own.", lambda r: r.counters.costs.padding_tokens),
 }
 
 

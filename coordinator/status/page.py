@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from ...proto.messages import Activity
 from ..core.view import DeploymentView, RankView
-from .report import Status, coordination_cost, duration, exchange_words, percent, readiness
+from .report import Status, coordination_cost, duration, exchange_words, last_share, percent, readiness
 
 TABLE_RANKS_MAX = 64
 """Ranks with a row of their own; the grid shows all, and larger tables are for machines."""
@@ -219,8 +219,8 @@ def _tile(rank: RankView, small: bool) -> Html:
 def _details(d: DeploymentView) -> Html:
     rows = [_row(rank, d.lockstep) for rank in d.ranks[:TABLE_RANKS_MAX]]
     more = f" (the first {TABLE_RANKS_MAX}; all are in /v1/deployments/{d.name})" if len(d.ranks) > len(rows) else ""
-    lockstep = ["wave", "step"] if d.lockstep else []
-    numbers = {"rank", "wave", "step", "running", "waiting", "KV", "load age", "heard"}
+    lockstep = ["wave", "step", "last"] if d.lockstep else []
+    numbers = {"rank", "wave", "step", "last", "running", "waiting", "KV", "load age", "heard"}
     names = [
         "rank",
         "mode",
@@ -246,14 +246,14 @@ def _row(rank: RankView, lockstep: bool) -> Html:
         return [tag("td", value, class_="n") for value in values]
 
     if not rank.up or rank.mode is None:
-        return tag("tr", *numbers(rank.rank), tag("td", "not there", colspan=13 if lockstep else 11, class_="bad"))
+        return tag("tr", *numbers(rank.rank), tag("td", "not there", colspan=14 if lockstep else 11, class_="bad"))
     load = rank.load
     return tag(
         "tr",
         *numbers(rank.rank),
         tag("td", rank.mode, class_=_TONES[rank.mode]),
         tag("td", _doing(rank)),
-        *(numbers(rank.wave, rank.step) if lockstep else []),
+        *(numbers(rank.wave, rank.step, last_share(rank)) if lockstep else []),
         *numbers(load.running, load.waiting, percent(load.kv_cache_usage)),
         *numbers("never" if rank.load_age_s is None else duration(rank.load_age_s), duration(rank.heard_s)),
         tag("td", rank.host),

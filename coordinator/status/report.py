@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from ..core.view import DeploymentView, FleetView
+from ..core.view import DeploymentView, FleetView, RankView
 
 API_VERSION = "v1"
 
@@ -101,6 +101,12 @@ def exchange_words(deployment: DeploymentView) -> str:
     """`shm (why)`, or that there is none yet."""
     exchange = deployment.exchange
     return f"{exchange.backend} ({exchange.reason})" if exchange else "none yet"
+
+
+def last_share(rank: RankView) -> str:
+    """In how many of its exchanges the others waited for this rank: `42 %`, or `-` if there was none."""
+    counters = rank.counters
+    return percent(counters.costs.last_arrivals / counters.group_operations) if counters.group_operations else "-"
 
 
 def duration(seconds: float) -> str:

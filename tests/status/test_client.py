@@ -89,8 +89,8 @@ def test_a_well_fleet_is_one_block_for_each_deployment(capsys: Capture) -> None:
         "  coordination cost: group operations 480, process groups 0, wave messages 140",
     ]
     table = [line.split() for line in blocks[1].splitlines()[4:]]
-    assert table[0] == "rank mode activity wave step running waiting KV heard host serves at".split()
-    assert table[3] == "2 running stepping 0.0 s 12 34 3 1 42 % 0.2 s node-a tcp://127.0.0.1:5552".split()
+    assert table[0] == "rank mode activity wave step last running waiting KV heard host serves at".split()
+    assert table[3] == "2 running stepping 0.0 s 12 34 0 % 3 1 42 % 0.2 s node-a tcp://127.0.0.1:5552".split()
     assert len(table) == 5
 
 

@@ -37,6 +37,12 @@ PER_RANK = {
     "wavekeeper_rank_load_age_seconds",
     "wavekeeper_rank_steps_total",
     "wavekeeper_rank_dummy_steps_total",
+    "wavekeeper_rank_exchanging_seconds_total",
+    "wavekeeper_rank_exchange_waiting_seconds_total",
+    "wavekeeper_rank_last_arrivals_total",
+    "wavekeeper_rank_forced_eager_total",
+    "wavekeeper_rank_forced_padding_total",
+    "wavekeeper_rank_padding_tokens_total",
     "wavekeeper_rank_exchange_seconds",
 }
 PER_DEPLOYMENT = {
