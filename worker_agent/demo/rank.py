@@ -229,10 +229,11 @@ class RankProcess:
         return False
 
     def _report(self, agent: RankAgent, engine: Engine) -> None:
+        counted = agent.counters
         event(
             "counters",
             rank=self._options.rank,
-            agent=msgspec.structs.asdict(agent.counters),
+            agent={**msgspec.structs.asdict(counted), "costs": msgspec.structs.asdict(counted.costs)},
             engine=msgspec.structs.asdict(engine.figures),
             torch_dist_imported="wavekeeper.worker_agent.exchange.torch_dist" in sys.modules,
             default_group=dist.is_initialized(),

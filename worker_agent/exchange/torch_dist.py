@@ -219,8 +219,8 @@ class _DeviceBuffers:
     """Pinned and device memory for a row and all rows, and the side stream on which everything happens."""
 
     def __init__(self, dp_size: int, device: torch.device) -> None:
-        self._device = device
         self._module: Any = getattr(torch, device.type)
+        self._index = device.index if device.index is not None else self._module.current_device()
         words = ROW_BYTES // 4
         self._pinned_row = torch.empty((1, words), dtype=torch.int32, pin_memory=True)
         self._pinned_rows = torch.empty((dp_size, words), dtype=torch.int32, pin_memory=True)
@@ -232,15 +232,19 @@ class _DeviceBuffers:
         self._done = self._module.Event()
         self._side.wait_stream(self._module.current_stream(device))  # which allocated the two
 
-    def enter(self) -> Any:
-        """From now on this thread queues on the side stream (and its device); returns the stream that it was on."""
-        before = self._module.current_stream()
+    def enter(self) -> tuple[int, Any]:
+        """From now on this thread queues on the side stream; returns the device and the stream that it was on."""
+        # With an index: to find out which device is meant by none costs as much as a copy.
+        before = self._module.current_device(), self._module.current_stream(self._index)
         self._module.set_stream(self._side)
         return before
 
     def leave(self, before: Any) -> None:
-        """Back to that stream, and its device."""
-        self._module.set_stream(before)
+        """Back to them."""
+        device, stream = before
+        self._module.set_stream(stream)
+        if device != self._index:
+            self._module.set_device(device)
 
     def load(self, row: bytes) -> None:
         ctypes.memmove(self._row_at, row, ROW_BYTES)
