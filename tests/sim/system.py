@@ -196,8 +196,8 @@ _DECIDES_NOTHING: Mapping[type, frozenset[str]] = {
         "_pending".split()
     ),
     Stepper: frozenset(
-        "rank step process_groups preflights wave_messages attribution _waves _empty_waves _steps _dummy_steps _group_operations "
-        "_forwards _idle_exchanges _steps_after_last_work _exchange_us".split()
+        "rank step process_groups preflights wave_messages attribution _waves _empty_waves _steps "
+        "_dummy_steps _group_operations _forwards _idle_exchanges _steps_after_last_work _exchange_us".split()
     ),
 }
 """What is shown or counted only. `step` is compared between the ranks, see `_steps`; `lost` and `_pending` below."""
