@@ -82,10 +82,7 @@ url_option = click.option(
     cls=LazyGroup,
     lazy={
         "config": (".config_cli:config", "Check, show and describe configuration files."),
-        "bench": (
-            "..worker_agent.bench.cli:bench",
-            "Measure what coordination costs here.",
-        ),
+        "bench": ("..worker_agent.bench.cli:bench", "Measure what coordination costs here."),
         "demo": ("..worker_agent.demo.cli:demo", "Run a small fleet on this machine and watch its waves."),
     },
     context_settings={"help_option_names": ["-h", "--help"]},

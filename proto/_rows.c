@@ -396,7 +396,6 @@ static PyMemberDef members[] = {
     COUNT(graph_mode, "The least graph mode of all rows."),
     COUNT(best_graph_mode, "The best graph mode of all rows."),
     COUNT(last, "Who waited least in the exchange before this one, so was the last to arrive in it."),
-    COUNT(least_waited, "How long that one waited, in microseconds."),
     COUNT(most_waited, "The longest wait of the exchange before this one, in microseconds."),
     COUNT(substeps, "The most sub-steps of all rows."),
     COUNT(least_tokens, "Of the batches; 0 if there is none."),

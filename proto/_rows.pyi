@@ -26,8 +26,6 @@ class Rows:
     best_graph_mode: int
     last: int
     """Who waited least in the exchange before this one, so was the last to arrive in it."""
-    least_waited: int
-    """How long that one waited, in microseconds."""
     most_waited: int
     """The longest wait of the exchange before this one, in microseconds."""
     substeps: int

@@ -6,7 +6,7 @@ CRC-32 of the other fifteen, so that a damaged row is never taken for a plan.
     word  0      bits 0-7 layout version, 8-15 kind of operation, 16-31 sub-step
           1-3    epoch, wave, step
           4      bits 0-7 flags, 8-15 graph mode, 16-31 owner's rank
-          5      num_tokens (-1 in the row of a dummy rank)
+          5      num_tokens (-1 in the row of a dummy rank; on the wire only: `Row.dummy` says it)
           6      num_tokens_padded
           7      num_reqs
           8      uniform_token_count (-1 = none)
@@ -33,8 +33,6 @@ from .errors import HeaderMismatchError, LocalProtocolError, RowInvalidError
 
 ROW_BYTES = 64
 ROW_LAYOUT = 1
-SENTINEL_TOKENS = -1
-"""What a dummy rank writes for num_tokens. It never leaves this file: `Row.dummy` says it from here on."""
 
 INT32_MAX = (1 << 31) - 1
 UINT16_MAX = (1 << 16) - 1

@@ -45,8 +45,11 @@ PURE_BUILTINS_FORBIDDEN = {"open", "print", "input", "breakpoint", "exec", "eval
 
 # The command lines may know both sides: `wavekeeper demo` starts a coordinator and ranks.
 COMMAND_LINES = (
-    *("coordinator/cli", "coordinator/commands", "coordinator/config_cli"),
-    *("worker_agent/bench/cli", "worker_agent/demo/cli"),
+    "coordinator/cli",
+    "coordinator/commands",
+    "coordinator/config_cli",
+    "worker_agent/bench/cli",
+    "worker_agent/demo/cli",
 )
 
 DEMO = ("worker_agent/demo/*", "worker_agent/bench/*")

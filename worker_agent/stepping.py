@@ -156,11 +156,6 @@ class Stepping:
             raise LocalProtocolError(f"rank {self.rank} has not begun a step")
         return begun if isinstance(begun, Plan) else self._end_exchange(begun)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a step was begun and not ended."""
-        return self._begun is not None
-
     def substep(self, row: Row = DUMMY) -> Plan:
         """One further synchronised pass of the present step, such as a draft model's. All ranks run `plan.substeps`
         of them.

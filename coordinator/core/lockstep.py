@@ -334,8 +334,8 @@ class Lockstep(Regrouping):
     def next_deadline_ms(self, now_ms: int) -> int:
         """When `tick` must be called again at the latest."""
         deadlines = [super().next_deadline_ms(now_ms)]
-        if self.regroup is not None and self.regroup.in_progress:
-            deadlines.append(max(self.regroup.deadline_ms, now_ms + 1))
+        if (regroup := self.regroup_in_progress) is not None:
+            deadlines.append(max(regroup.deadline_ms, now_ms + 1))
         match self.phase:
             case Phase.GATHERING:
                 deadlines.append(self._orphans_due_ms())

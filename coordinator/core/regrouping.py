@@ -27,21 +27,27 @@ class Regrouping(Holding):
         self._form_failed = ""
         """Why the group of this epoch cannot be formed, as some rank has said."""
 
+    @property
+    def regroup_in_progress(self) -> Regroup | None:
+        """The change of ranks that has not ended, if there is one."""
+        return None if self.regroup is None or self.regroup.state.is_over else self.regroup
+
     def _wished(self, wish: Wish, now_ms: int) -> Operation | Regroup | Refusal:
+        regroup = self.regroup_in_progress
         match wish:
             case ScaleWish():
                 return self._wished_scale(wish, now_ms)
             case RecoverWish():
                 return self._wished_shrink(now_ms)
-            case HoldWish() if self.regroup is not None and self.regroup.in_progress:
-                return self._busy(self.regroup)
+            case HoldWish() if regroup is not None:
+                return self._busy(regroup)
             case _:
                 return super()._wished(wish, now_ms)
 
     def _wished_scale(self, wish: ScaleWish, now_ms: int) -> Regroup | Refusal:
-        target, places = tuple(range(wish.to)), self.members.places
-        if self.regroup is not None and self.regroup.in_progress:
-            return self.regroup if self.regroup.target == target else self._busy(self.regroup)
+        target, places, regroup = tuple(range(wish.to)), self.members.places, self.regroup_in_progress
+        if regroup is not None:
+            return regroup if regroup.target == target else self._busy(regroup)
         if self.operation is not None:
             return Refusal("busy", f"hold operation {self.operation.number} is in force; resume it first")
         if wish.to > self.spec.dp_size:
@@ -71,7 +77,7 @@ class Regrouping(Holding):
     def _begin(
         self, target: tuple[int, ...], before: tuple[int, ...], state: RegroupState, now_ms: int, deadline_ms: int
     ) -> Regroup:
-        if self.regroup is not None and self.regroup.in_progress:
+        if self.regroup_in_progress is not None:
             self._move_on(RegroupState.ROLLED_BACK, f"the group was changed to rank {names(list(target))} instead")
         number = self.regroup.number + 1 if self.regroup is not None else 1
         self.regroup = Regroup(number, target, before, now_ms, deadline_ms, state)
@@ -80,8 +86,8 @@ class Regrouping(Holding):
 
     def _regrouping(self, now_ms: int) -> bool:
         """Make at most one step of the operation; True if one was made."""
-        regroup = self.regroup
-        if regroup is None or not regroup.in_progress:
+        regroup = self.regroup_in_progress
+        if regroup is None:
             return False
         match regroup.state:
             case RegroupState.PREPARING:
@@ -187,8 +193,7 @@ class Regrouping(Holding):
 
     def _rank_state(self, rank: int, now_ms: int) -> RankState:
         """A spare is not routed to, nor is a rank that will be one."""
-        regroup = self.regroup
-        draining = regroup is not None and regroup.state in (RegroupState.DRAINING, RegroupState.STOPPING)
-        if rank not in self.members.places or (draining and regroup is not None and rank in regroup.leaving):
+        unrouted = self.regroup.unrouted if self.regroup is not None else frozenset()
+        if rank not in self.members.places or rank in unrouted:
             return RankState(rank=rank)
         return super()._rank_state(rank, now_ms)

@@ -40,6 +40,11 @@ class RegroupState(StrEnum):
     DONE = "done"
     ROLLED_BACK = "rolled_back"
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it stays so."""
+        return self in (RegroupState.DONE, RegroupState.ROLLED_BACK)
+
 
 class Regroup(msgspec.Struct, frozen=True):
     """One operation; the last one stays to be seen."""
@@ -59,6 +64,6 @@ class Regroup(msgspec.Struct, frozen=True):
         return frozenset(self.before).difference(self.target)
 
     @property
-    def in_progress(self) -> bool:
-        """Whether it has not ended."""
-        return self.state not in (RegroupState.DONE, RegroupState.ROLLED_BACK)
+    def unrouted(self) -> frozenset[int]:
+        """Ranks that will be spares, from when nobody sends to them any more."""
+        return self.leaving if self.state in (RegroupState.DRAINING, RegroupState.STOPPING) else frozenset()

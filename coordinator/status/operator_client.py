@@ -14,7 +14,6 @@ from ..core.view import DeploymentView
 from .client import AskError, ask
 
 LOOK_S = 0.1
-_OVER = (RegroupState.DONE, RegroupState.ROLLED_BACK)
 
 
 def hold(url: str, deployment: str, wish: HoldWish, wait_s: float) -> int:
@@ -49,7 +48,7 @@ def _to_phase(
 
 
 def _regroup_is_over(view: DeploymentView) -> bool:
-    return view.regroup is None or view.regroup.state in _OVER
+    return view.regroup is None or view.regroup.state.is_over
 
 
 def _ask_and_look(

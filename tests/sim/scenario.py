@@ -64,8 +64,13 @@ _OF_COORDINATOR = (What.RESTART, What.PAUSE, What.COORDINATOR_CLOCK)
 _OF_FRONT_ENDS = (What.FRONT_END, What.DEAF)
 _OF_OPERATORS = (What.HOLD, What.SCALE)
 _HARMLESS = (
-    *(*_OF_COORDINATOR, *_OF_FRONT_ENDS, *_OF_OPERATORS),
-    *(What.STEP, What.BUSY, What.SLOW, What.LATE_REGISTER),
+    *_OF_COORDINATOR,
+    *_OF_FRONT_ENDS,
+    *_OF_OPERATORS,
+    What.STEP,
+    What.BUSY,
+    What.SLOW,
+    What.LATE_REGISTER,
 )
 """Nothing of this may break a running wave."""
 
@@ -227,7 +232,9 @@ def _everybody_knows(world: World) -> bool:
     for deployment in world.fleet.deployments.values():
         if not deployment.members.full:
             return False
-        if isinstance(deployment, Lockstep) and (deployment.phase is not Phase.IDLE or _is_regrouping(deployment)):
+        if isinstance(deployment, Lockstep) and (
+            deployment.phase is not Phase.IDLE or deployment.regroup_in_progress is not None
+        ):
             return False
     for front_end in world.front_ends:
         state, truth = front_end.core.state, world.fleet.deployments[front_end.core.deployment]
@@ -240,10 +247,6 @@ def _everybody_knows(world: World) -> bool:
         if [rank.incarnation for rank in state.ranks] != lives:
             return False
     return True
-
-
-def _is_regrouping(deployment: Lockstep) -> bool:
-    return deployment.regroup is not None and deployment.regroup.in_progress
 
 
 def _judge(world: World, scenario: Scenario, finished: bool) -> None:

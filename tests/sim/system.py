@@ -371,7 +371,7 @@ def good(state: State) -> bool:
     deployment = state.lockstep()
     if any(rank.work or rank.core.stepper.has_work for rank in state.ranks):
         return False
-    if deployment.operation is not None or (deployment.regroup is not None and deployment.regroup.in_progress):
+    if deployment.operation is not None or deployment.regroup_in_progress is not None:
         return False
     group = [state.ranks[place].core for place in deployment.members.places]
     places = {(core.mode, core.stepper.epoch, core.stepper.wave) for core in group}

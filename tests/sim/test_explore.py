@@ -1,6 +1,7 @@
 """The explorer: sound cores pass, a planted bug is found with its story, and a state's copy shares nothing with it."""
 
-from .explore import actions, explore, first
+from .actions import actions, first
+from .explore import explore
 from .mutations import MUTATIONS, applied
 from .system import Budget, key
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty, Queue
@@ -45,7 +44,6 @@ class Ranks:
     """The processes of one group."""
 
     def __init__(self, options: Options, ranks: int, measures: list[str]) -> None:
-        self._options = options
         self._measures = measures
         self._run = secrets.token_hex(4)
         self._said: Queue[tuple[int, str]] = Queue()
@@ -75,7 +73,7 @@ class Ranks:
         Raises:
             BenchFailedError: A rank has failed or has fallen silent.
         """
-        ready = msgspec.json.decode(self._next()[1], type=Ready)
+        ready = msgspec.json.decode(self._next(), type=Ready)
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended, and its end is heard of below
@@ -84,7 +82,7 @@ class Ranks:
         waiting: dict[str, list[Measured]] = {measure: [] for measure in self._measures}
         for measure in self._measures:
             while len(waiting[measure]) < len(self._processes):
-                measured = msgspec.json.decode(self._next()[1], type=Measured)
+                measured = msgspec.json.decode(self._next(), type=Measured)
                 waiting[measured.measure].append(measured)
             yield measure, waiting[measure]
 
@@ -106,12 +104,12 @@ class Ranks:
         assert process.stdout is not None
         for line in process.stdout:
             self._said.put((rank, line))
-        self._said.put((rank, ""))
+        if process.wait() != 0:
+            self._said.put((rank, ""))
 
-    def _next(self) -> tuple[int, str]:
-        until = time.monotonic() + SILENCE_S_MAX
+    def _next(self) -> str:
         try:
-            rank, line = self._said.get(timeout=max(0.0, until - time.monotonic()))
+            rank, line = self._said.get(timeout=SILENCE_S_MAX)
         except Empty:
             raise BenchFailedError(f"no rank has said anything for {SILENCE_S_MAX:g} s") from None
         if not line:
@@ -119,7 +117,7 @@ class Ranks:
             self._errors[rank].seek(0)
             last = (self._errors[rank].read().strip().splitlines() or ["nothing"])[-1]
             raise BenchFailedError(f"rank {rank} has ended with status {status}; its last words: {last}")
-        return rank, line
+        return line
 
 
 def run(options: Options, progress: Callable[[str], None]) -> Report:

@@ -73,6 +73,7 @@ class Bench:
         self._task = task
         self._random = random.Random(task.rank)
         self._busy = Queue(task.device, task.busy_ms) if task.busy_ms else None
+        self._row = Row(num_tokens=100 + task.rank, num_reqs=3, max_query_len=50, has_work=True)
 
     def run(self) -> None:
         """Measure everything."""
@@ -124,7 +125,7 @@ class Bench:
             device=task.device,
         )
         exchange = _connect(backend, group, listener)
-        settings, row = PlanSettings(), Row(num_tokens=100 + task.rank, num_reqs=3, max_query_len=50, has_work=True)
+        settings, row = PlanSettings(), self._row
 
         def step(number: int) -> object:
             position = Position(Operation.STEP, 1, 1, number)
@@ -139,13 +140,12 @@ class Bench:
         agent = RankAgent.offline(
             deployment=f"bench-{task.run}", rank=task.rank, dp_size=task.ranks, kind=Kind.MOE, form_timeout_s=120
         )
-        row = Row(num_tokens=100 + task.rank, num_reqs=3, max_query_len=50, has_work=True)
 
         def close() -> None:
             agent.step(Row())  # nobody has work any more: the wave ends on all ranks
             agent.close()
 
-        return lambda number: agent.step(row), close
+        return lambda number: agent.step(self._row), close
 
     def _peer(self, backend: str) -> tuple[Step, Callable[[], None]]:
         """What vLLM does: an all_reduce of int32 `[4, dp_size]` in which each rank fills its own column. The tensor is
@@ -176,7 +176,6 @@ class Queue:
         self._torch = torch
         self._size = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
         self._many = 1
-        began = time.perf_counter()
         self.fill()
         self.drain()
         while True:  # how many make so many milliseconds

@@ -48,14 +48,7 @@ def machine() -> dict[str, str]:
 
 def compared(found: list[Result], peers: dict[int, tuple[str, float]]) -> list[Result]:
     """Put the peer of the same number of ranks beside each result."""
-    return [
-        msgspec.structs.replace(
-            result, peer=peers[result.ranks][0], peer_p50_us=peers[result.ranks][1], ratio_p50=_ratio(result, peers)
-        )
-        if result.ranks in peers
-        else result
-        for result in found
-    ]
+    return [_beside(result, *peers[result.ranks]) if result.ranks in peers else result for result in found]
 
 
 def table(report: Report) -> str:
@@ -82,8 +75,9 @@ def _cells(result: Result) -> tuple[str, ...]:
     return str(result.ranks), result.backend, *times, result.peer, peer, ratio
 
 
-def _ratio(result: Result, peers: dict[int, tuple[str, float]]) -> float:
-    return round(peers[result.ranks][1] / result.p50_us, 1)
+def _beside(result: Result, peer: str, peer_p50_us: float) -> Result:
+    ratio = round(peer_p50_us / result.p50_us, 1)
+    return msgspec.structs.replace(result, peer=peer, peer_p50_us=peer_p50_us, ratio_p50=ratio)
 
 
 def _cpu() -> str:

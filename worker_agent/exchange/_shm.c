@@ -72,12 +72,9 @@ typedef struct {
     int open;
     uint32_t number;      /* of our newest row */
     Py_ssize_t seen;      /* every rank below this one, in the order of looking, has been seen to be there */
-    Py_ssize_t last;      /* whom we saw last */
-    long long posted_ns;  /* when our newest row was written */
-    long long arrived_ns; /* when we had seen all rows of the newest exchange */
+    long long since_ns;   /* when we first waited for the rows of the newest exchange; 0: not yet */
     long long skew_ns;    /* how long we have been waiting of late, on average */
     long long spin_most_ns;
-    int may_spin;
 } Channel;
 
 static long long now_ns(void)
@@ -121,7 +118,7 @@ static void post(Channel *self, const char *row, uint32_t number)
         syscall(SYS_futex, &mine->doorbell, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
     self->number = number;
     self->seen = 0;
-    self->last = self->rank;
+    self->since_ns = 0;
 }
 
 /* Look on until somebody is missing. Whether all are there. */
@@ -143,7 +140,7 @@ static long long spin_ns(const Channel *self)
 
 static void learn(Channel *self)
 {
-    long long waited = self->arrived_ns - self->posted_ns, most = 2 * self->spin_most_ns;
+    long long waited = now_ns() - self->since_ns, most = 2 * self->spin_most_ns;
     self->skew_ns += ((waited < most ? waited : most) - self->skew_ns) / SKEW_SHARE;
 }
 
@@ -155,7 +152,6 @@ static int wait_for_all(Channel *self, int spin, long long slice_ns)
         for (int n = 0; n < PAUSES; n++) {
             if (look(self))
                 return 1;
-            self->last = self->seen;
             relax();
         }
         long long now = now_ns();
@@ -206,7 +202,6 @@ static PyObject *wait_and_take(Channel *self, int spin, long long slice_ns)
     }
     if (!all)
         Py_RETURN_NONE;
-    self->arrived_ns = now_ns();
     learn(self);
     return take(self);
 }
@@ -228,8 +223,6 @@ static PyObject *post_(Channel *self, PyObject *const *args, Py_ssize_t count)
     if (PyErr_Occurred())
         return NULL;
     post(self, row, number);
-    self->posted_ns = now_ns();
-    self->may_spin = 1;
     Py_RETURN_NONE;
 }
 
@@ -241,8 +234,9 @@ static PyObject *wait_(Channel *self, PyObject *slice)
     long long slice_ns = PyLong_AsLongLong(slice);
     if (PyErr_Occurred() || !check_open(self))
         return NULL;
-    int spin = self->may_spin;
-    self->may_spin = 0;
+    int spin = self->since_ns == 0;
+    if (spin)
+        self->since_ns = now_ns();
     return wait_and_take(self, spin, slice_ns);
 }
 
@@ -294,7 +288,6 @@ static int init(Channel *self, PyObject *args, PyObject *keywords)
     self->rank = rank;
     self->open = 1;
     self->seen = size;
-    self->last = rank;
     self->spin_most_ns = SPIN_MOST_NS;
     return 0;
 }
@@ -305,10 +298,6 @@ static void dealloc(Channel *self)
         PyBuffer_Release(&self->memory);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
-
-static PyObject *get_last(Channel *self, void *unused) { return PyLong_FromSsize_t(self->last); }
-static PyObject *get_posted_ns(Channel *self, void *unused) { return PyLong_FromLongLong(self->posted_ns); }
-static PyObject *get_arrived_ns(Channel *self, void *unused) { return PyLong_FromLongLong(self->arrived_ns); }
 
 static PyMemberDef members[] = {
     {"spin_most_ns", T_LONGLONG, offsetof(Channel, spin_most_ns), 0, "Never spin for longer than that; 0: sleep at once."},
@@ -323,13 +312,6 @@ static PyMethodDef methods[] = {
     {NULL},
 };
 
-static PyGetSetDef properties[] = {
-    {"last", (getter)get_last, NULL, "The rank whose row of the newest exchange was seen last; our own if none was waited for.", NULL},
-    {"posted_ns", (getter)get_posted_ns, NULL, "When our newest row was written, on the monotonic clock.", NULL},
-    {"arrived_ns", (getter)get_arrived_ns, NULL, "When all rows of the newest exchange had been seen.", NULL},
-    {NULL},
-};
-
 static PyTypeObject ChannelType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "wavekeeper.worker_agent.exchange._shm.Channel",
@@ -341,7 +323,6 @@ static PyTypeObject ChannelType = {
     .tp_dealloc = (destructor)dealloc,
     .tp_methods = methods,
     .tp_members = members,
-    .tp_getset = properties,
 };
 
 static struct PyModuleDef module = {

@@ -25,15 +25,3 @@ class Channel:
 
     def close(self) -> None:
         """Let go of the memory. Nothing else may be called after it."""
-
-    @property
-    def last(self) -> int:
-        """The rank whose row of the newest exchange was seen last; our own if none was waited for."""
-
-    @property
-    def posted_ns(self) -> int:
-        """When our newest row was written, on the monotonic clock."""
-
-    @property
-    def arrived_ns(self) -> int:
-        """When all rows of the newest exchange had been seen."""
