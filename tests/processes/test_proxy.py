@@ -73,8 +73,9 @@ def test_a_start_that_is_lost_on_the_way_is_acknowledged_late_over_a_fresh_conne
         before = it.proxy.connections
         it.proxy.silence(Way.BACK)
         it.engines[0].submit(5)
-        eventually(lambda: it.view()["phase"] == "starting", "the start to be asked for")
-        assert "rank 1 to acknowledge the start" in str(it.view()["waits_for"])
+        waits_for = "waits for rank 1 to acknowledge the start"
+        eventually(lambda: waits_for in str(it.view()["waits_for"]), "only rank 1 to be waited for")
+        assert it.view()["phase"] == "starting"
         assert it.engines[0].done == 0, "no rank steps before all have the start"
 
         it.proxy.heal()
